@@ -93,7 +93,7 @@ class GenerationEngine(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Reclaim the device memory that `sleep` freed."""
+        """Reclaim the memory that `sleep` freed."""
         ...
 
     def close(self) -> None: ...
@@ -103,7 +103,7 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Extra tokens to decode before a stop string, because the first token may lose its space."""
+"""Extra tokens to decode before a stop string, because the first one may lose its space."""
 
 
 StopCheck = Callable[[Sequence[int] | np.ndarray], bool]

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class _DecodingBatch:
-    """The rows of a batch between two decoding steps, with their KV cache."""
-
     cache: Any
     length: int
     """Number of columns in the cache, including padding."""
@@ -60,8 +58,8 @@ class _DecodingBatch:
 
 
 def _new_cache(capacity: int) -> Any:
-    """Create a KV cache with room for `capacity` tokens per row. Its layers write in place, whereas
-    `DynamicLayer` of `transformers` copies all keys for each new token."""
+    """Create a KV cache for `capacity` tokens per row that its layers fill in place; `DynamicLayer`
+    of `transformers` copies all keys for each new token."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class _PreallocatedLayer(DynamicLayer):
@@ -92,7 +90,7 @@ def _new_cache(capacity: int) -> Any:
 
 
 def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token per row. `logits` are [B, V] of any float dtype. `draws` are [B] float32
+    """Draw one token per row from `logits` [B, V] of any float dtype. `draws` are [B] float32
     uniform numbers in [0, 1), unused by greedy sampling. Return [B] int64 tokens, and their
     log-probabilities under the sampling distribution, [B] float32 nats."""
     logits = logits.float()
@@ -131,7 +129,7 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 class _RequestDraws:
     """Uniform random numbers for each request and position: a SplitMix64 hash (Steele, Lea and
-    Flood, OOPSLA 2014) of both. Requests without a seed get one from `fallback`."""
+    Flood, OOPSLA 2014) of both. `fallback` draws missing seeds."""
 
     def __init__(self, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> None:
         own = fallback.integers(2**63, size=len(requests)).tolist()
@@ -139,8 +137,8 @@ class _RequestDraws:
         self._streams = mix_bits(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return the random numbers of these responses at this position: [len(rows)] float32 in [0,
-        1)."""
+        """Return the random numbers of these responses at this position, [len(rows)] float32 from
+        [0, 1)."""
         bits = mix_bits(self._streams[rows] + np.uint64(position))
         # Use 24 bits, the precision of float32: with more, rounding could give 1.
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
@@ -188,7 +186,6 @@ class TransformersEngine:
         self._oldest_keys = 0
         """Recompute keys and values of versions before this one."""
         self._whole = adapter is None
-        """Whether the engine's weights are one complete version."""
         self._max_num_seqs = max_num_seqs
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -319,7 +316,6 @@ class TransformersEngine:
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]
     ) -> Responses:
-        """Sample one batch of requests, and add the ids sent to the generator to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.stop is None else self._stop_tokens
         ends = stop_check_of(sampling, self._model_folder)
@@ -384,7 +380,7 @@ class TransformersEngine:
         self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
     ) -> tuple[_DecodingBatch, Tensor]:
         """Run each distinct prompt once. Return the batch, and the logits [B, V] of each row's
-        first token. Append the routes of each prompt to those of its requests."""
+        first token. Append each prompt's routes to those of its requests."""
         distinct: dict[tuple[bytes | int, ...], int] = {}
         prompts: list[SeenPrompt] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)

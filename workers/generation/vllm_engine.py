@@ -84,7 +84,6 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._whole = adapter is None
-        """Whether the engine's weights are one complete version."""
         self._adapter = adapter
         self._tensor_parallel = settings.tensor_parallel
         self._identity = secrets.token_hex(8)
@@ -278,7 +277,6 @@ class VllmEngine:
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:
-        """End vLLM's processes, and free its memory."""
         self._engine.engine_core.shutdown()
 
     def _abort(self, keys: set[str]) -> None:
@@ -354,8 +352,8 @@ class VllmEngine:
                 self._finished[output.request_id] = self._response(output, request, routes)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
-        """End a request whose last token completes a stop string. Counts versions here, because
-        vLLM reports them only for requests that vLLM ended itself."""
+        """End a request whose last token completes a stop string. Counts versions itself, because
+        vLLM reports them only for requests that vLLM ended."""
         request = self._requests.get(output.request_id)
         if request is None or request.ends is None:
             return
@@ -378,8 +376,7 @@ class VllmEngine:
         )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
-        """Return the recorded routes of these ending requests, None for a request without
-        routes."""
+        """Return the recorded routes of these ending requests; None for one without routes."""
         if not self._records_routes:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]

@@ -66,8 +66,7 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Received:
-    """The state of one tensor on a rank after an update, as plain data to send between
-    processes."""
+    """One tensor on a rank after an update, as plain data to send between processes."""
 
     published: int
     """`box_sum` of the whole tensor, from its publishers."""
@@ -93,7 +92,7 @@ class _Staging(NamedTuple):
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
-    """Check that the boxes of each tensor on all ranks of an engine add up to the published tensor.
+    """Check that each tensor's boxes, on all ranks of an engine, add up to the published tensor.
     Raises WeightSyncError if they do not."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
@@ -255,7 +254,7 @@ WeightTransferEngineFactory.register_engine("weft", _BucketReceiver)
 
 
 class _VllmBackends:
-    """The transfer engines of vLLM's own backends on one rank, used instead of Weft's receiver."""
+    """The transfer engines of vLLM's own backends on one rank, in place of Weft's receiver."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -450,7 +449,6 @@ class WorkerExtension:
         return self._weft_receiver.loaded
 
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Start receiving a version into separate memory."""
         self._weft_receiver.stage(_UpdateInfo(**update_info).weights)
 
     def weft_is_staged(self) -> bool:

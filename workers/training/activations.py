@@ -147,9 +147,8 @@ def pass_bytes(
 def _peak(
     model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
 ) -> int:
-    """Return the peak bytes in use during a pass with `number` predicted tokens. The pass frees
-    each new gradient if gradients existed from the start (`stays`) or do not belong to the model
-    (`drops`)."""
+    """Return the peak bytes of a pass with `number` predicted tokens. The pass frees new gradients
+    if gradients existed from the start (`stays`) or do not belong to the model (`drops`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:

@@ -21,8 +21,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _PlainMoments(torch.optim.AdamW):
-    """AdamW with float32 moments on the device of their parameters."""
-
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
@@ -156,7 +154,6 @@ def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
 
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
-"""Whether each moment can be negative."""
 CODES, SCALES = "_codes", "_scales"
 """Suffixes that a moment's codes and scales add to its name in the state."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -222,7 +219,6 @@ class _EightBitMoments(_PlainMoments):
 
 
 def in_8_bits(state: Iterable[str]) -> bool:
-    """Return whether the names of an optimizer state include 8-bit moments."""
     return any(name.endswith(CODES) for name in state)
 
 
@@ -267,8 +263,8 @@ def _block(parameter: Tensor) -> int | None:
 
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros sharded like a parameter, with rows shorter by the factor `shorter`. `shape` is
-    the shape of the full parameter."""
+    """Return zeros sharded like a parameter of full shape `shape`, with rows shorter by the factor
+    `shorter`."""
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
     if not isinstance(parameter, DTensor):

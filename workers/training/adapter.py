@@ -36,7 +36,6 @@ from .lora import Lora, check_targets
 from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
-"""`peft`'s default name for an adapter."""
 _PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
 
 
@@ -78,7 +77,6 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapter, for forward passes without a gradient."""
         layers = [module for module in self._causal_lm.modules() if isinstance(module, LoraLayer)]
         # `enable_adapters` would also freeze parameters, but FSDP checks only in the first pass
         # which parameters require gradients.
@@ -112,7 +110,7 @@ class Adapter:
         self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk
     ) -> None:
         """Write a folder for `peft.PeftModel.from_pretrained` from full float32 parameters on the
-        host, with tokenizer and chat template from `source`, the base model's folder."""
+        host. Tokenizer and chat template come from `source`, the base model's folder."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # a path, or a name in the Hugging Face cache
@@ -129,7 +127,6 @@ class Adapter:
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Add an adapter to a model that generates; it has no effect until the first weight update."""
     layers = _adapted_layers(causal_lm, lora)
     inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
@@ -149,8 +146,7 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Return the names of the linear layers that get an adapter: none in heads and vision
-    layers."""
+    """Return the names of the linear layers to adapt; none are in heads and vision layers."""
     scalar_head = getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None)
     heads = (causal_lm.get_output_embeddings(), scalar_head)
     linear = [
@@ -188,8 +184,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
     """Return why `peft` cannot adapt a linear layer with this name, or "". In a mixture of experts,
-    `peft` takes the names of dense MLP layers for experts; fused Mamba kernels read some
-    projections directly."""
+    `peft` takes dense MLP layers for experts; fused Mamba kernels read some projections
+    directly."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)
@@ -215,7 +211,7 @@ def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> 
 
 @contextmanager
 def _hollow(layers: list[Any]) -> Iterator[None]:
-    """Give layers on the meta device zero weights on the host that take no memory, because `peft`
+    """Give layers on the meta device zero weights on the host, without memory, because `peft`
     creates its parameters on the device of the weights."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):

@@ -42,8 +42,8 @@ from .routers import Router, Routers, Routing, find_routers
 
 
 class _LentWeights:
-    """A context that lends weights to a model for forward passes without a gradient, and restores
-    the model's own tensors on exit. For the arguments see `find_agreement`."""
+    """A context that lends weights to a model for forward passes without a gradient, and then
+    restores the model's own tensors. For the arguments see `find_agreement`."""
 
     def __init__(
         self,
@@ -125,7 +125,6 @@ in an untrained model, because small logits would hide mistakes."""
 _LARGEST_FACTOR = 16
 """Upper limit on this amplification."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Settings that hold the soft cap of a model's logits."""
 _OF_ROUNDING = 3.0
 """Limit on a kernel's error, as a multiple of the error from rounding its inputs."""
 _TOLERANCE = 1e-3
@@ -138,7 +137,6 @@ class _Probe:
     """Test rows, and the model's own results for each row alone."""
 
     ids: Tensor
-    """[N] int64 token ids, row after row."""
     rows: PackedSequences
     predicting: Tensor
     """[T] int64: indexes of the tokens that predict another: all but the last of each row."""
@@ -150,7 +148,6 @@ class _Probe:
     """[N, hidden]: the states that the head reads."""
     outputs: Any
     spread: float
-    """Standard deviation of the logits at one position."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +269,8 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
 
 
 def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
-    """Return the largest difference in nats between two rows with images and the model's own pass
-    on each row."""
+    """Return the largest difference in nats between two rows with images and the model's own
+    results."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
         reader.read(
@@ -309,9 +306,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
 
 
 def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
-    """Return the routers of a mixture of experts if the model follows replayed experts: replaying
-    the first row's own experts must not change its results, and replaying other experts (the next
-    numbers) for all other tokens must change theirs."""
+    """Return the routers of a mixture of experts that follows replayed experts: replaying the first
+    row's own experts must not change its results, and replaying other experts (the next numbers)
+    for other tokens must change theirs."""
     causal_lm, rows = model.causal_lm, probe.rows
     found, routes = find_routers(causal_lm, lambda: model.run_backbone(probe.ids, rows))
     if not found:
@@ -332,8 +329,8 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
-    """Return whether torch's variable-length kernel is as close to the reference as padded
-    attention, both in bfloat16, on separate rows and on rows that share a prompt."""
+    """Return whether, in bfloat16, torch's variable-length kernel is as close to the reference as
+    padded attention, on separate rows and on rows that share a prompt."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -348,8 +345,7 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Return the largest difference from the reference over two passes, because kernels are not
-    deterministic."""
+    """Return the largest difference over two passes, because kernels are not deterministic."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -412,7 +408,7 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     """Return how the model computes logits from the head's products, or None if it does more than
-    scale and soft-cap them. Large hidden states expose a soft cap that the settings do not name."""
+    scale and soft-cap them. Large hidden states expose undeclared soft caps."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = (

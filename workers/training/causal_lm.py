@@ -89,7 +89,7 @@ _PRODUCTS = [
     )
     if hasattr(torch.ops.aten, name)
 ]  # fmt: skip
-"""Matrix products and attention, which take most of a layer's time."""
+"""The operations that take most of a layer's time."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,6 @@ def load_complete(model: str | Path, folder: Path) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide `transformers` warnings about things that Weft checks itself."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -187,9 +186,8 @@ def training_settings(model: str | Path, folder: Path) -> Any:
 
 
 def _forget_values(causal_lm: Any) -> None:
-    """Move all parameters and saved buffers to the meta device. Some constructors create values
-    despite `torch.device("meta")`, such as DiffLlama with `torch.normal`, and these would count as
-    loaded."""
+    """Move all parameters and saved buffers to the meta device: values that some constructors
+    create despite `torch.device("meta")` would count as loaded."""
     empty: dict[int, Tensor] = {}
     for tensor in causal_lm.state_dict(keep_vars=True).values():
         if not tensor.is_meta and id(tensor) not in empty:
@@ -203,8 +201,8 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file contains (rope frequencies, masks), like `from_pretrained`. The
-    initialization of `transformers` skips tensors that are marked as loaded."""
+    """Compute buffers that no file contains (rope frequencies, masks), like `from_pretrained`,
+    which skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -231,7 +229,7 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 def _switch_off_dropout(settings: Any) -> None:
     """Set every dropout setting to zero, so that the trained policy equals the one that generated
     the rows. Evaluation mode is not enough: recomputed layers run in training mode, and some layers
-    apply dropout in every mode."""
+    always apply dropout."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)

@@ -63,7 +63,6 @@ class EngineFactory(Protocol):
             config: settings of the group, including those that a subclass of `ModelConfig` adds.
             training: how to train the model, or None for a frozen model. A trained group passes its
                 own configuration.
-            head: what the model outputs for each response token.
 
         Raises:
             UserError: the engine does not support these settings.
@@ -148,7 +147,6 @@ class ModelConfig(Config):
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks that compute the same rows together."""
         return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
 
     def check(self) -> None:
@@ -207,7 +205,7 @@ Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
 
 
 class TrainingConfig(OptimizerConfig):
-    """How to train a model: optimizer, adapter, recomputation of activations, router balancing."""
+    """How to train a model: optimizer, adapter, recomputation, router balancing."""
 
     activation_checkpointing: Recomputed = False
     """Recompute activations in the backward pass instead of storing them. True recomputes all

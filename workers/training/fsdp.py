@@ -52,7 +52,6 @@ from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Options of glibc's `mallopt` (malloc.h)."""
 
 
 def keep_freed_memory() -> None:
@@ -86,7 +85,6 @@ class FsdpEngine:
     ) -> None:
         self.config, self.context, self.training = config, context, training
         self.steps = 0
-        """Number of applied optimizer steps."""
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -216,7 +214,7 @@ class FsdpEngine:
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Plan this rank's microbatches. Add empty ones where other ranks need this rank in
+        """Plan this rank's microbatches, with empty ones where other ranks need this rank in
         collectives. Rows with equal `groups` share a microbatch. Also return all replicas'
         `numbers`: [replicas, numbers]."""
         packed = self.model.packs
@@ -426,7 +424,6 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, including AdamW's state."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -487,8 +484,7 @@ def _load_model(
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
     """Load a model, sharded before it reads its values. All ranks must call this function. Also
-    return the model's image processor, if it reads images, and the number of bytes that this rank
-    read from files."""
+    return its image processor, if it reads images, and the bytes that this rank read from files."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)

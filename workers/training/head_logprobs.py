@@ -119,7 +119,6 @@ class _How:
     trains: bool
     entropies: bool
     entropy: bool
-    """Whether entropies have a gradient."""
     chunk: int
     """[bytes] Logits to compute at once."""
 
@@ -204,8 +203,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 class _Chunks:
     """The chunks of one pass through the head. They share buffers, because newly allocated pages
-    are slow. Kept logits are one chunk. Other chunks have even sizes, because products of few
-    tokens are slow."""
+    are slow. Kept logits are one chunk; other chunks have even sizes, because small products are
+    slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How

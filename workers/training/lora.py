@@ -94,8 +94,6 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 @dataclass(frozen=True)
 class _AdapterOff:
-    """An actor in the role of a graph's reference: the same model without its adapter."""
-
     actor: Any
 
     def logprobs(

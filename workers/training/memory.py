@@ -51,7 +51,6 @@ class ModelSize:
     vocabulary: int
     layers: int
     tied: bool = False
-    """Whether the head shares the embedding's weights."""
 
     @property
     def parameters(self) -> int:
@@ -101,7 +100,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Memory in bytes on one rank. Some fields exist only during a pass or an update."""
+    """Memory in bytes on one rank. Some fields exist only in a pass or an update."""
 
     weights: int
     gradients: int
@@ -239,7 +238,7 @@ def _embeddings(size: ModelSize) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Return the size of a checkpoint in bytes: parameters, moments, and the model's folder."""
+    """Return a checkpoint's size: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)

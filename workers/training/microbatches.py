@@ -1,4 +1,4 @@
-"""Microbatches: split the rows of one call, and prepare each part for the model and the loss."""
+"""Microbatches: parts of a call's rows, prepared for the model and the loss."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class Microbatches:
         return cost.shared(prompts, after, self.same_prompt[part])
 
     def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return two counts per row: the tokens of the prompt, and the tokens after it that the
-        model reads. Those are all but the last, or all if `reads_last` is set."""
+        """Return two counts per row: the tokens of the prompt, and those after it that the model
+        reads: all but the last, or all with `reads_last`."""
         return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
     def inputs(
@@ -233,8 +233,7 @@ class Microbatches:
         self, part: np.ndarray, place: _Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
         """Return the routing of a part's tokens, in the order of its placement. `prompts` and
-        `lengths` ([rows]) are the numbers of tokens of each row's prompt and of each complete
-        row."""
+        `lengths` ([rows]) count the tokens of each row's prompt and of each complete row."""
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
         # A shared prompt's tokens count once for each of its rows.
@@ -310,8 +309,7 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _ShownRows:
-    """The images of rows, encoded, because the model's inputs for all of them would not fit into
-    memory."""
+    """The images of rows, encoded: all inputs of the model together would not fit into memory."""
 
     reader: ImageReader
     encoded: list[list[Any]]
@@ -389,7 +387,6 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
-    """Return the routes of each row, [tokens, layers, chosen] uint16."""
     values, starts = batch.ragged_numpy(ROUTES)
     wanted = (
         (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen

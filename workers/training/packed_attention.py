@@ -29,7 +29,7 @@ from .packed_sequences import PackedSequences, SharedPrompts
 
 Kernel = Callable[..., Any]
 _ASKED = {"scale", "window_size", "enable_gqa"}
-"""Arguments that the kernel must accept; early torch releases lack some of them."""
+"""Arguments that the kernel must accept; early torch releases lack some."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -50,9 +50,9 @@ def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
 
 
 NAME = "weft_packed"
-"""Name of this attention in the registry of `transformers`."""
+"""This attention's name in the registry of `transformers`."""
 VARLEN = "weft_packed_varlen"
-"""Name of the variant that uses torch's variable-length kernel for inputs that it supports."""
+"""The variant that uses torch's variable-length kernel for inputs that it supports."""
 _ALIGNED = 8
 """Dimensions that a sink adds to the head size, because kernels want a multiple of 8."""
 _ATTENDS = {"full_attention", "sliding_attention"}
@@ -206,7 +206,7 @@ class _Attend:
         of_keys: PackedSequences,
     ) -> Tensor:
         """Compute causal attention of [T] queries to [K] keys, assigned to rows by `rows` and
-        `of_keys`. The queries of a row belong to its last tokens."""
+        `of_keys`. A row's queries belong to its last tokens."""
         return kernel(
             query.contiguous(),
             key.contiguous(),
@@ -313,8 +313,8 @@ class _Pack(torch.autograd.Function):
 
 
 class _PromptOfEach(torch.autograd.Function):
-    """[prompts, ...] -> [responses, ...]: repeat each prompt for its responses. Equal to
-    `index_select`, whose gradient is slow on a CPU if tensors are not contiguous."""
+    """[prompts, ...] -> [responses, ...]: repeat each prompt for its responses. The gradient of
+    `index_select` would be slow on a CPU if tensors are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, prompts: Tensor, prompt_of_response: Tensor) -> Tensor:

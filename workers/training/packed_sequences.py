@@ -43,9 +43,9 @@ class PackedSequences:
     first: np.ndarray | None = None
     """[B] int64: position of each row's first token; None means 0 for all rows."""
     windows: set[int | None] = field(default_factory=set)
-    """Sliding windows that the model has passed to attention in this pass; None means no window."""
+    """Sliding windows that attention got from the model in this pass; None means no window."""
     softcaps: set[float | None] = field(default_factory=set)
-    """Soft caps that the model has passed to attention in this pass; None means no cap."""
+    """Soft caps that attention got from the model in this pass; None means no cap."""
     exchange: Stretches | None = None
     """How ranks share the tokens of these rows; None if this rank has all tokens."""
     rounded: bool = False
@@ -127,8 +127,6 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Shared prompts, then complete rows, then the responses to shared prompts."""
-
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[responses] int64: index of each response's prompt."""
@@ -273,8 +271,8 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut a tensor along one dimension, exchange the pieces between ranks, and join the received
-    pieces along another dimension."""
+    """Exchange the pieces of a tensor, cut along one dimension, between ranks, and join the
+    received pieces along another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:

@@ -154,13 +154,11 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """Times of a schedule's passes."""
-
     seconds: float
-    """Time from the first pass to the end of the last one."""
+    """From the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
     ends_s: tuple[dict[Pass, float], ...]
-    """End time of each pass, one mapping per stage."""
+    """Maps each pass to its end time, one mapping per stage."""
 
     @property
     def bubble(self) -> float:

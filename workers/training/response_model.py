@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Return whether the frequencies of the model's rope depend on the length of the sequence."""
+    """Return whether the frequencies of the model's rope depend on a sequence's length."""
     return any(_follows_length(module) for module in model.modules())
 
 
@@ -90,8 +90,7 @@ class ResponseModel(nn.Module):
         # device.
         self.backbone.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.packs = False
-        """Whether a microbatch costs its number of tokens, rather than rows times the longest
-        row."""
+        """Whether a microbatch costs its tokens, rather than rows times the longest row."""
         self.shares_prompts = False
         """Whether rows can share the tokens of a prompt."""
         self.stretches: Stretches | None = None
@@ -102,14 +101,12 @@ class ResponseModel(nn.Module):
         self.routers: Routers | None = None
         """Routers of a mixture of experts; None if Weft cannot access any."""
         self.ropes: _RopesByRow | None = None
-        """Ropes that depend on a row's length; None if there are none, or if they see all rows
-        together."""
+        """Length-dependent ropes; None without any, or if they see all rows together."""
         self.chunk_bytes: int | None = None
         """Bytes of logits to compute at once; None selects a default for the device."""
 
     @property
     def backbone(self) -> Any:
-        """The model without its head."""
         return getattr(self.causal_lm, self.backbone_name)
 
     @property
@@ -123,7 +120,7 @@ class ResponseModel(nn.Module):
         return self.causal_lm.score if self.scalar else None
 
     def put_ropes_by_row(self) -> None:
-        """Make ropes that depend on a row's length compute one row at a time, in place."""
+        """Make length-dependent ropes compute one row at a time, in place."""
         if self.ropes is None and follows_length(self.causal_lm):
             self.ropes = _RopesByRow(self.causal_lm)
 

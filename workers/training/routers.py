@@ -68,8 +68,7 @@ class Balance:
 
 
 class _Tally:
-    """Statistics of the choices of `routers` routers in some passes, as sums over tokens. A token
-    that several rows share counts once per row."""
+    """Sums over the tokens of some passes. A token that several rows share counts once per row."""
 
     def __init__(self, routers: int, experts: int, device: torch.device, *, have_logits: bool) -> None:
         make = partial(torch.zeros, dtype=torch.float64, device=device)
@@ -81,8 +80,7 @@ class _Tally:
         """Entropy of the router probabilities in nats, summed over tokens and routers."""
         self.tokens = make(1)
         self.moved = make(1)
-        """Number of tokens whose replayed experts differ from the router's choice, summed over
-        routers."""
+        """Number of tokens with other replayed experts than the router's choice, over all routers."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
@@ -132,7 +130,7 @@ class _Tally:
 
 
 class _Balanced(torch.autograd.Function):
-    """Return the tensor `carrier`. Its backward pass also adds the gradient of a balance to
+    """Returns the tensor `carrier`. The backward pass also adds the gradient of a balance to
     `logits` ([..., experts] for N tokens, with counts [N] float32)."""
 
     @staticmethod
@@ -168,8 +166,6 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Router:
-    """A module that chooses experts for a layer."""
-
     module: str
     layer: int
     call: int
@@ -243,7 +239,6 @@ class Routers:
 
     @property
     def have_logits(self) -> bool:
-        """Whether all routers have accessible logits."""
         return all(router.logits is not None for router in self.routers)
 
     def begin_pass(self, routing: Routing | None) -> None:

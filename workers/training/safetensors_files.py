@@ -87,8 +87,6 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor in a file, of which only the header has been read."""
-
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -119,8 +119,7 @@ class ShardedModel:
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """Shared memory that holds this rank's parts for other processes, as long as the parts
-        exist."""
+        """Shared memory with this rank's parts for other processes, kept as long as the parts."""
         self.gathers_once = self._distribute()
         """Whether ranks gather parameters once a step instead of in each microbatch."""
 
@@ -244,7 +243,6 @@ class ShardedModel:
     # Passes
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return the context that sets the precision of forward and backward passes."""
         if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
         return rounded_parameters(
@@ -287,7 +285,6 @@ class ShardedModel:
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
 
     def reshard(self) -> None:
-        """Free gathered parameters."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -76,7 +76,6 @@ def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Return the box of the full tensor that this rank holds."""
     shape = tuple(local_part(tensor).shape)
     starts = (0,) * len(shape)
     if isinstance(tensor, DTensor):
@@ -247,7 +246,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def use_direct_collectives(model: nn.Module) -> None:
-    """Make all FSDP units of a model use the direct collectives, if its ranks use gloo."""
+    """Make all FSDP units use the direct collectives, if the ranks use gloo."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_DirectAllGather())  # pyright: ignore[reportArgumentType]
@@ -383,7 +382,6 @@ class CheckpointNames:
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
     def stored_names(self, name: str) -> list[str]:
-        """Return the checkpoint's names for a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
     def parts(self, held: TensorPart) -> Iterator[TensorPart]:
@@ -393,7 +391,7 @@ class CheckpointNames:
 
 
 class _Views(TorchDispatchMode):
-    """Turns copies into views, except where no view can have the result's shape."""
+    """Turns copies into views, where a view can have the result's shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten

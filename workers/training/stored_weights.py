@@ -64,8 +64,6 @@ class _CompleteWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Conversion:
-    """The tensors of the model that one conversion makes together."""
-
     keys: tuple[tuple[str, ...], ...]
     """For each pattern of the conversion, the keys of the matching tensors in the files."""
     stacked: bool
@@ -91,8 +89,7 @@ class StoredWeights:
         """Maps the name of each tensor that needs no conversion to its key in the files."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """The last conversion and its result, whose tensors the caller often reads one after the
-        other."""
+        """The last conversion and its result, which often serves several calls in a row."""
         unexpected = self._match()
         # After `_match`, which marks the conversions that apply.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
@@ -225,7 +222,7 @@ class StoredWeights:
         return before
 
     def _names_in_files(self) -> dict[str, str]:
-        """Map the name of each tensor in the model to its alias in the files."""
+        """Map each tensor's name in the model to its alias in the files."""
         known = self._keys.keys() | self._converted.keys()
         aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():

@@ -1,5 +1,4 @@
-"""Tensor parallelism: split a model's layers over the ranks of a replica by its `transformers`
-plan.
+"""Tensor parallelism: split a model's layers over a replica's ranks by its `transformers` plan.
 
 Split parameters become `DTensor`s, which FSDP shards further. Each rank holds some whole experts
 (arXiv:2006.16668). All ranks of a replica have the same tokens. Each rank computes its own experts,
@@ -118,8 +117,7 @@ def _own_experts(
     weights: Tensor,
 ) -> Tensor:
     """Compute this rank's experts, and sum over ranks. The inputs are equal on all ranks:
-    [T, hidden] states, each token's experts ([T, k] int64), and the weights of their outputs
-    ([T, k])."""
+    [T, hidden] states, each token's experts ([T, k] int64), and their outputs' weights ([T, k])."""
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts
@@ -141,7 +139,7 @@ def _own_experts(
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Identity for an input that all ranks have, but use for different parts. Its backward pass
+    """Identity for an input that all ranks have, but use for different parts; its backward pass
     sums the gradients over ranks."""
 
     @staticmethod

@@ -24,9 +24,8 @@ LOSS = "loss"
 
 
 class _BadSteps:
-    """Keeps the rows of the current step, and the reasons why the latest steps were bad (not
-    finite, or diverging). Raises after `stop_after` bad steps in a row. All ranks must call its
-    methods together, because computing the losses of single rows takes all ranks."""
+    """Keeps the rows of the current step, and the reasons why the latest steps were bad. All ranks
+    must call its methods together, because computing the losses of single rows takes all ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
