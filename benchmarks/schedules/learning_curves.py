@@ -31,11 +31,10 @@ MODES = {
     "synchronous_apart": ("synchronous", "apart"),
     "asynchronous": ("asynchronous", "apart"),
 }
-"""Name -> schedule (asynchronous: staleness 1) and placement."""
+"""Maps a name to schedule (asynchronous: staleness 1) and placement."""
 COLOURS = {"synchronous": "#2a6fdb", "synchronous_apart": "#8a93a6", "asynchronous": "#d9622b"}
 SHARE = 0.95
-"""The goal: this share of synchronous training's final accuracy. Compare samples and seconds to
-reach it."""
+"""The goal: this share of synchronous training's final accuracy."""
 
 Curve = Sequence[tuple[int, float, float]]
 """(samples so far, seconds since the first step began, held-out accuracy) at each evaluation."""
@@ -149,7 +148,7 @@ def summarize(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Draw accuracy by samples and by seconds: a thin line per seed, and a thick one for their mean
+    """Draw accuracy by samples and by seconds: a thin line per seed, and a thick one for the mean
     by samples."""
     import matplotlib
 
