@@ -56,9 +56,9 @@ class VllmSettings(Config):
     but at most 2 GiB; on a GPU, what `gpu_memory_utilization` leaves. Raise it on a CPU with long
     contexts; lower it if other processes need the memory."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or less if less
-    is free when the engine starts. Other groups on the GPU start before the engine and then free
-    their memory. Lower it if groups take turns on a GPU and one runs out of memory."""
+    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free share
+    if that is less when the engine starts. Other groups on the GPU start before the engine and then
+    free their memory. Lower it if groups take turns on a GPU and one runs out of memory."""
     prefix_caching: bool = False
     """Reuse the KV cache of prompt prefixes in later requests with the same weights. Set it if
     prompts share long prefixes."""

@@ -292,7 +292,8 @@ class _VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums the tensors that a model's loaders get, until someone deletes its `load_weights`."""
+    """Sums the tensors that a model's loaders get, until `end_version` deletes its
+    `load_weights`."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
@@ -445,7 +446,8 @@ class WorkerExtension:
         return self.weight_transfer_engine
 
     def weft_loaded_weights(self) -> _Loaded | None:
-        """Return the record of this rank's last finished update, or None before the first."""
+        """Return the record of this rank's last finished update, or None before the first and after
+        a failed one."""
         return self._weft_receiver.loaded
 
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:

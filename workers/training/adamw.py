@@ -44,8 +44,8 @@ class _PlainMoments(torch.optim.AdamW):
 
 # Offload: moments stay in host memory, and are on the device while AdamW updates their parameters.
 # With `ModelConfig.offload="everything"`, FSDP2 also offloads parameters and gradients, and the
-# host updates all in place. On several ranks, FSDP2 copies during the previous layer's computation.
-# On one rank, torch 2.13 copies on the compute stream, so nothing overlaps.
+# host updates parameters and moments in place. On several ranks, FSDP2 copies during the previous
+# layer's computation. On one rank, torch 2.13 copies on the compute stream, so nothing overlaps.
 
 
 class _HostMoments(_PlainMoments):
@@ -282,8 +282,8 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> _PlainMoments:
-    """Create the optimizer of all parameters that require a gradient. Only matrices decay. Raises
-    UserError if moments="8bit" and torchao is not installed."""
+    """Create the optimizer of all parameters that require a gradient. Weight decay applies only to
+    matrices. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

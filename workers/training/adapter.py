@@ -7,7 +7,7 @@ NAME becomes
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
 
-Training changes a scalar head in full, as one of `peft`'s "modules to save".
+A scalar head trains in full, as one of `peft`'s "modules to save".
 """
 
 from __future__ import annotations

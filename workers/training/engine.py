@@ -89,12 +89,12 @@ class ModelConfig(Config):
     memory (`weft plan` estimates the need); raise it if a GPU is idle."""
     tensor_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that share each layer. It must divide the group's number of ranks and
-    the model's attention heads and experts. Raise it if a layer's gathered weights or activations
-    do not fit on one device."""
+    the model's attention and key-value heads, feed-forward width and experts. Raise it if a layer's
+    gathered weights or activations do not fit on one device."""
     sequence_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that split the tokens of a pass (Ulysses, arXiv:2309.14509). It must
-    divide the group's ranks and the model's attention heads, and excludes `tensor_parallel`. Raise
-    it if the activations of one long response do not fit on a device."""
+    divide the group's number of ranks and the model's attention heads. It cannot be combined with
+    `tensor_parallel`. Raise it if the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """[stages] Number of pipeline stages. Values above 1 need an `engine` that supports pipelines;
     `FsdpEngine` does not. Raise it if a model is too large for the ranks of one node
@@ -118,8 +118,8 @@ class ModelConfig(Config):
 
     compile: bool = False
     """Compile each layer with `torch.compile`, which fuses elementwise operations. The first step
-    takes a minute longer. It excludes mixtures of experts and `tensor_parallel`. Set it for long
-    runs on GPUs; CPUs gain nothing."""
+    takes a minute longer. It cannot be combined with mixtures of experts or `tensor_parallel`. Set
+    it for long runs on GPUs; CPUs gain nothing."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset({
         "microbatch_tokens", "tensor_parallel", "sequence_parallel", "pipeline_parallel", "gather", "offload",
@@ -210,8 +210,8 @@ class TrainingConfig(OptimizerConfig):
     activation_checkpointing: Recomputed = False
     """Recompute activations in the backward pass instead of storing them. True recomputes all
     layers, which slows a step by about a third; a number n recomputes every n-th layer.
-    "elementwise" recomputes everything but the slow operations: matrix products and attention. Set
-    it if activations do not fit into memory."""
+    "elementwise" keeps the results of matrix products and attention, the slowest operations. Set it
+    if activations do not fit into memory."""
     router_loss: float | None = Field(default=None, gt=0)
     """[factor] Coefficient of the load-balancing loss for a mixture's routers (arXiv:2101.03961,
     equations 4 to 6, as `transformers` computes it). None disables the loss. With it, each step
@@ -275,8 +275,8 @@ class TrainingEngine(Protocol):
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         """Return each row's contribution to the loss before division by the count, under the
-        current weights and without a gradient: `[rows]` float32. Each row of a group gets an equal
-        share of a whole group's loss."""
+        current weights and without a gradient: `[rows]` float32. The rows of a group share a whole
+        group's loss equally."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

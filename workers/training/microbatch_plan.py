@@ -39,8 +39,7 @@ class OptimizerSteps:
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
         """Return the rows of each step, as ascending indexes. Some steps are empty if there are
         fewer units than minibatches. Rows with the same unit ([rows] numbers from 0) stay together.
-        Each epoch shuffles the units with the seed `key`, because short rows finish, and so arrive,
-        first.
+        Each epoch shuffles the units with the seed `key`, because short rows arrive first.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]

@@ -42,8 +42,8 @@ class OptimizerConfig(Config):
     steps that are not finite are bad. Set it if rare batches ruin a run."""
     moments: Literal["float32", "8bit"] = "float32"
     """Storage format of AdamW's moments. "8bit" takes a quarter of the memory and rounds the
-    moments (arXiv:2110.02861). It requires torchao (`weft[torchao]`) and excludes `offload`. Choose
-    it if parameters and gradients fit on the GPUs but moments do not."""
+    moments (arXiv:2110.02861). It requires torchao (`weft[torchao]`), and cannot be combined with
+    `offload`. Choose it if parameters and gradients fit on the GPUs but moments do not."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
     """[optimizer steps] Stop the run after this number of consecutive bad steps, none of which is
     applied. Raise it if bad steps come in bursts and training recovers."""

@@ -222,8 +222,8 @@ class ResponseModel(nn.Module):
         outputs = self.backbone(**inputs, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         if self.sees and torch.is_grad_enabled():
-            # Ranks without images also need gradients for the same parameters. LLaVA does not use
-            # the last layer of the tower.
+            # All ranks need gradients for the same parameters, even ranks without images. LLaVA
+            # does not use the last layer of the tower.
             tower = [p.sum() for p in tower_parameters(self.backbone) if p.requires_grad]
             hidden = hidden + 0.0 * sum(tower) if tower else hidden
         return outputs, hidden if self.packs else hidden[rows.slots]

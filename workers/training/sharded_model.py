@@ -51,8 +51,8 @@ from .tensor_parallel import add_up, share_layers
 
 # Mixed precision on a single process, with the same results as FSDP's `MixedPrecisionPolicy` on
 # several ranks. Trained parameters are float32; passes use rounded copies. Gradients arrive in
-# float32, after several ranks have reduced them in `ModelConfig.gradients`. Frozen models keep the
-# dtype of their passes.
+# float32; several ranks first reduce them in `ModelConfig.gradients`. Frozen models keep the dtype
+# of their passes.
 
 
 def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:

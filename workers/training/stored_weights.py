@@ -181,8 +181,8 @@ class StoredWeights:
         *,
         device: str = "cpu",
     ) -> dict[str, Tensor]:
-        """Return the tensors that `transformers` makes from these keys. On the meta device,
-        it reads no file. `shapes` lists tensors of which the result has only a part."""
+        """Return the tensors that `transformers` makes from these keys. On the meta device, it
+        reads no file. `shapes` lists tensors of which the result has only a part."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
