@@ -31,7 +31,8 @@ class Lora(Config):
     128**0.5."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear layers to adapt, by the ends of their names, such as "q_proj" or "self_attn.q_proj".
-    "all-linear" selects all linear layers except the head. Choose fewer for a smaller adapter."""
+    "all-linear" selects all linear layers except heads and vision layers. Choose fewer for a
+    smaller adapter."""
     published: Literal["adapter", "merged"] | None = None
     """What followers receive: "adapter", which they add to the model in their own folder, or
     "merged" weights, which lose small updates when rounded to bfloat16. None selects "adapter" if

@@ -250,7 +250,7 @@ def equal_prompts(
 ) -> np.ndarray | None:
     """Return an id per row that is equal for equal prompts ([rows] int64), or None if sharing is
     not worth its copies. `tokens` ([P] int32) are all prompts end to end, delimited by the
-    [rows + 1] bounds. `counts` ([rows]) are response tokens per row; rows without tokens cost nothing.
+    [rows + 1] bounds. `counts` ([rows]) are response tokens per row; rows without any are free.
     `also` ([rows]) identifies other content that must be equal, such as images.
 
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()

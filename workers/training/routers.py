@@ -80,7 +80,7 @@ class _Tally:
         """Entropy of the router probabilities in nats, summed over tokens and routers."""
         self.tokens = make(1)
         self.moved = make(1)
-        """Number of tokens with other replayed experts than the router's choice, over all routers."""
+        """Tokens with other replayed experts than the router's choice, over all routers."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
