@@ -1,4 +1,4 @@
-"""The dashboard: page times, latency, and the cost for a run.
+"""The dashboard: page times, latency, and cost for a run.
 
     python benchmarks/dashboard.py                      # minutes; makes a large run first
     python benchmarks/dashboard.py --large DIRECTORY    # use a run of benchmarks/dashboard/large_run.py
@@ -34,7 +34,7 @@ PARTS = {
     "overhead": "step_overhead",
     "wheel": "wheel_size",
 }
-"""Part -> module with a function `measure(large, folder)` that returns figures by name."""
+"""Maps a part to its module, whose `measure(large, folder)` returns figures by name."""
 
 
 def main() -> None:

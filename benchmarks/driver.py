@@ -1,4 +1,4 @@
-"""The cost of the driver, per row, call, resume and start.
+"""The driver's cost per row, call, resume and start.
 
     python benchmarks/driver.py                                              # all figures; 1e6 rows in flight take minutes
     python benchmarks/driver.py --only row_us --rows 100000 --profile 40     # the slowest functions; profiling adds time
@@ -12,8 +12,8 @@
 | `resume_mb_s` | MB/s of log and ledgers that a resume reads after a kill (`recovery/resume.py`) | 500 |
 | `start_bytes_per_rank_ratio` | bytes that a rank reads or holds to load a model, over its shard (`model_loading.py`) | near 1 |
 
-Each is a function in a module of `driver/`, or in the named program. The last line printed is one
-JSON object; figures that were not requested are null.
+Each figure is a function in a module of `driver/` or in the named program. The last line printed is
+one JSON object, with null for figures that were not requested.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ sys.path += [str(HERE / "driver"), str(HERE / "recovery"), str(HERE)]
 
 
 def _figure(module: str, function: str, *arguments: Any) -> Any:
-    """Import a module of `driver/`, `recovery/` or this folder, and call its function."""
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
@@ -44,7 +43,7 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "start_bytes_per_rank_ratio": _figure("model_loading", "start_bytes_per_rank_ratio")
     },
 }
-"""Each returns its figure, along with details."""
+"""Maps a figure to a function that returns it, along with details."""
 
 
 def main() -> None:

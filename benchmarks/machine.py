@@ -18,7 +18,6 @@ def cores() -> int:
 
 
 def load() -> float:
-    """Return the load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -53,7 +52,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_s(process: int) -> float:
-    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -8,11 +8,7 @@ SECRET = "of this benchmark"
 
 
 def meetings(ranks: int, timeout_s: float) -> list[Any]:
-    """Return one rendezvous per rank.
-
-    Args:
-        timeout_s: longest wait of a rank for the others.
-    """
+    """Return one rendezvous per rank. `timeout_s` is the longest wait of a rank for the others."""
     from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
 
     taken = take_port(LOOPBACK)

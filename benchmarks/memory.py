@@ -15,8 +15,8 @@
 | `models_ok` | models of twelve that pass all checks of `models.py`: plain `transformers`, saving, adapters, two ranks, vLLM | 12 |
 | `replayed_gap_ratio` | logprob gap between trainer and vLLM in bfloat16, with replayed experts over the trainer's own | below 1 |
 
-The first two use 8,192 tokens and 32,768 ids, `large_head_gb` 16,384 tokens and 151,936 ids.
-Figures that were not requested are null. The last line printed is one JSON object.
+The first two figures use 8,192 tokens and 32,768 ids, `large_head_gb` 16,384 tokens and 151,936
+ids. The last line printed is one JSON object, with null for figures that were not requested.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Bytes that each rank of a training group reads and holds to load a model, against its equal
-share.
+"""Bytes that each rank of a group reads and holds to load a model, against its share.
 
     python benchmarks/model_loading.py [--small]
 
 Eight processes (gloo) load a model of 69 million parameters with the training engine, stored in
-bfloat16 and held in float32. For each rank, this counts the bytes read from files, and the peak
-bytes of its tensors (temporaries included) until all parameters have values. The ratio is eight
-times the largest rank's bytes over the model's: 1 if each rank reads and holds only its shard, 8 if
-each loads the full model.
+bfloat16 and held in float32. The benchmark counts the bytes that each rank reads from files, and
+the peak bytes of its tensors (temporaries included) until all parameters have values. The ratio is
+eight times the largest rank's bytes over the model's: 1 if each rank reads and holds only its
+shard, 8 if each loads the full model.
 
 `start_held_ratio` is the same until the engine is ready. It includes the forward passes that
 compare the model with `transformers`, which gather embeddings, head and one layer like a training
-step. `saving_held_ratio` is for rank 0 while it saves the model, which it gathers on the host. The
+step. `saving_held_ratio` is for rank 0 while it gathers the model on the host and saves it. The
 last line printed is one JSON object.
 """
 
@@ -103,10 +102,8 @@ def save_model(folder: Path, small: bool) -> int:
 def load_rank(
     folder: Path, rank: int, ranks: int, meeting: Rendezvous, answers: Queue[tuple[int, int, int, int]]
 ) -> None:
-    """Load and save the model on one rank, and answer with byte counts.
-
-    The counts are: read, peak while loading, peak until ready, peak while saving.
-    """
+    """Load and save the model on one rank, and answer with the bytes read, and the peaks while
+    loading, until ready, and while saving."""
     from weft.workers.training import fsdp
     from weft.workers.training.engine import ModelConfig
     from weft.workers.worker import Context
@@ -133,11 +130,8 @@ def load_rank(
 
 
 def measure(*, ranks: int = RANKS, small: bool = False) -> dict[str, float]:
-    """Load a model on this many ranks of this machine.
-
-    Raises:
-        RuntimeError: a rank failed or took too long.
-    """
+    """Load a model on this many ranks of this machine. Raises RuntimeError if a rank failed or took
+    too long."""
     import weft.workers.training.fsdp  # noqa: F401 - imported once, before the ranks are forked
 
     folder = Path(tempfile.mkdtemp(prefix="weft-loading-"))

@@ -1,4 +1,4 @@
-"""Operating runs: speed and clarity of the command line, and accuracy of plans.
+"""The command line's speed and clarity, and the accuracy of plans.
 
     python benchmarks/operate.py                  # minutes
     python benchmarks/operate.py --only help plan
@@ -13,7 +13,7 @@
 | `submit_overhead_s` | seconds of `weft submit` beyond `ray job submit` of the same script | 5 |
 | `tracker_overhead_share` | share of the driver's time that trackers take | 0.01 |
 
-Figures that were not requested are null. The last line printed is one JSON object.
+The last line printed is one JSON object, with null for figures that were not requested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "submit": "submit",
     "trackers": "tracker_overhead",
 }
-"""Part -> module with a function `measure()` that returns figures by name."""
+"""Maps a part to its module, whose `measure()` returns figures by name."""
 
 
 def main() -> None:

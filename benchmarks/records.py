@@ -1,4 +1,4 @@
-"""Readers of a run's records for benchmarks: the calls of its timeline, and its log of rows."""
+"""Readers of a run's records: the calls of its timeline, and its log of rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def busy_s(lane: Lane) -> float:
 
 
 def idle(lane: Lane) -> dict[str, Any]:
-    """Return the seconds of the window without a call, and which node's call ended each gap."""
+    """Return the seconds of the window without a call, and the node whose call ended each gap."""
     before: dict[str, float] = {}
     for gap in lane.gaps():
         after = lane.node_at(gap.after) if gap.after >= 0 else "end"
@@ -45,13 +45,13 @@ def idle(lane: Lane) -> dict[str, Any]:
 
 
 def shares(steps: Rows, parts: Mapping[str, str]) -> dict[str, float]:
-    """Return part -> share of the time of all steps, with `driver` for time without a call.
-
-    The shares add up to 1.
+    """Return a mapping from each part to its share of the time of all steps, with `driver` for time
+    without a call. The shares add up to 1.
 
     Args:
         steps: steps with their `calls`.
-        parts: node -> part. Overlapping time counts once, for the first node in this mapping.
+        parts: maps nodes to parts. Overlapping time counts once, for the first node in this
+            mapping.
 
     >>> generate = {"node": "rollout.generate", "start_s": 10.0, "end_s": 11.0}
     >>> update = {"node": "actor.update", "start_s": 11.5, "end_s": 12.0}
@@ -83,6 +83,6 @@ def outside_workers(steps: Rows) -> float:
 
 
 def response_lengths(log: LogReader) -> list[int]:
-    """Return the tokens of each response published since the last call."""
+    """Return the number of tokens of each response published since the last call."""
     published = (record for record in log if record["do"] == "publish" and "parents" in record)
     return [tokens for record in published for tokens in record["tokens"]]

@@ -1,5 +1,4 @@
-"""Weights from a trainer to an engine: bytes against the minimum, and times against copies and
-other methods.
+"""Weight sync: bytes against the minimum, and times against copies and other methods.
 
     python benchmarks/resharding.py              # some minutes, half of them for the plans
     python benchmarks/resharding.py --only wire --rounds 7
@@ -24,8 +23,8 @@ other methods.
 
 Two ranks (FSDP2 over gloo) send 125 million float32 parameters to one vLLM engine on the CPUs of
 this machine. Methods take turns, and seconds are medians. A table projects plans of large models at
-link rates; it is not a measurement. The last line printed is one JSON object; figures that were not
-requested are null.
+link rates, without measurements. The last line printed is one JSON object, with null for figures
+that were not requested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Bringing your own task: data, rewards and graders in their usual forms.
+"""Your own task: data, rewards and graders in their usual forms.
 
-    python benchmarks/tasks.py [--only FIGURE ...] [--gsm8k FILE] [--seeds N ...] [--backends local
-    ray]
+    python benchmarks/tasks.py [--only FIGURE ...] [--gsm8k FILE] [--seeds N ...] [--backends local ray]
 
 | figure | what it is | wanted |
 |---|---|---|
@@ -13,10 +12,10 @@
 | `formats` | formats of common data sets and trainers that are read unmodified | 18/18 |
 | `reward_calls_s_ratio` | 64 asynchronous rewards of 100 ms on one rank: time in sequence over time in parallel | 21 |
 
-Each is a function in a module of that name in `tasks/`. `trials_ok` prints a table with accuracies
-and seconds of each trial to standard error, to tell a slow machine from a model that does not
-learn. All 60 trials take an hour; `--seeds` and `--backends` select some. The last line printed is
-one JSON object; figures that were not requested are null.
+Each figure is a function in a module of `tasks/`. `trials_ok` prints the accuracies and seconds of
+each trial to standard error, to tell a slow machine from a model that does not learn. All 60 trials
+take an hour; `--seeds` and `--backends` select some. The last line printed is one JSON object, with
+null for figures that were not requested.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ sys.path.append(str(Path(__file__).resolve().parent / "tasks"))
 
 
 def _figure(module: str, function: str, *arguments: Any) -> Any:
-    """Import a module of `tasks/`, and call its function."""
     return getattr(importlib.import_module(module), function)(*arguments)
 
 

@@ -36,7 +36,7 @@ def train(
 
 
 def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
-    """Run a vLLM engine: for each weights record, answer with the checksum and samples."""
+    """Run a vLLM engine that answers each weights record with the checksum and samples."""
     from weft.algorithms.sampling import Sampling
     from weft.resharding import incoming
     from weft.workers.generation.engine import GenerationRequest
@@ -98,12 +98,8 @@ class Processes:
 
 
 def answer(pipe: Any) -> Any:
-    """Return the next answer.
-
-    Raises:
-        TimeoutError: no answer came in time.
-        RuntimeError: the command failed in the process.
-    """
+    """Return the next answer. Raises TimeoutError if none came in time, and RuntimeError if the
+    command failed in the process."""
     if not pipe.poll(TIMEOUT_S):
         raise TimeoutError(f"a process has not answered for {TIMEOUT_S:.0f} s")
     if isinstance(found := pipe.recv(), Exception):
@@ -119,15 +115,9 @@ def all_of(pipes: list[Any], method: str, *argument: Any) -> list[Any]:
 
 
 def gap(trainer: list[Any], engines: dict[str, Any], names: tuple[str, ...], version: int) -> float:
-    """Send a version from trainer ranks to engines.
-
-    Returns:
-        [nats] Mean difference between engine and trainer log-probabilities on new samples, largest
-        over all engines.
-
-    Raises:
-        RuntimeError: an engine has other weights than were sent.
-    """
+    """Send a version from trainer ranks to engines. Return the mean difference in nats between
+    engine and trainer log-probabilities on new samples, largest over all engines. Raises
+    RuntimeError if an engine has other weights than were sent."""
     weights = reduce(add, all_of(trainer, "publish_weights", version, list(names)))
     for name in names:
         engines[name].send(weights.to(name))

@@ -3,8 +3,7 @@
     harness -> system   {"steps": 3}                one line
     system -> harness   {"step_s": 1.2, ...}        one line per step; between turns the system blocks in a read
 
-Lines use the standard streams that the process was started with. All other output of a system goes
-to its log.
+Lines use the standard streams that the process started with; all other output goes to a log.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class System:
                 env=environment,
             )
         self.facts = self._hear()
-        """Report of the system when it was up."""
+        """The system's first report, from when it was up."""
 
     def run(self, steps: int, **command: Any) -> Steps:
         """Let the system make steps while all others sleep; return its reports."""

@@ -1,9 +1,8 @@
-"""Workloads: a random model in a folder, with tokenizer and prompts. Imports no Weft, so that TRL's
-process can use it.
+"""Workloads: a random model in a folder, with tokenizer and prompts, without Weft for TRL's
+process.
 
-(a) a small model, where everything but arithmetic shows; (b) a vocabulary of 32k, where the head is
-most of the work; (c) like (b), with responses that end by themselves: most are short, a few are
-long.
+(a) is a small model, where overhead dominates; (b) has a vocabulary of 32k, where the head is most
+of the work; (c) is like (b), with responses that end by themselves: most are short, a few are long.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PROMPT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of every system per step, and each system's best settings."""
+    """Each system's work per step and best settings."""
 
     name: str
     num_prompts: int
@@ -35,8 +34,7 @@ class Workload:
     num_samples: int = 8
     """Responses per prompt."""
     mean_tokens: int | None = None
-    """[tokens] Mean length of responses that end by themselves; None gives all exactly
-    `max_tokens`."""
+    """[tokens] Mean length of responses that end by themselves; None gives all `max_tokens`."""
     placement: tuple[int, int] = (2, 2)
     """Weft's actor and rollout ranks, each with an equal share of the cores: the fastest choice."""
     trl_microbatch: int = 16
@@ -59,11 +57,10 @@ class Workload:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Workload:
-        """Create from JSON fields."""
         return cls(**{**settings, "placement": tuple(settings["placement"])})
 
     def small(self) -> Workload:
-        """Return the same shape at the size of a test."""
+        """Return the same workload at the size of a test."""
         tiny = {
             "vocabulary": 256,
             "hidden": 64,
@@ -98,7 +95,7 @@ WORKLOADS = {
 
 
 def reward(response: str) -> float:
-    """Return the share of words that contain a 7: cheap, and different within a group."""
+    """Return the share of words that contain a 7, a cheap reward that differs within a group."""
     words = response.split()
     return sum("7" in word for word in words) / max(1, len(words))
 
@@ -138,13 +135,11 @@ def make_tokenizer(workload: Workload, folder: Path) -> None:
 
 def make_model(workload: Workload, folder: Path) -> float:
     """Save a Qwen2 model with random weights, tied embeddings, and the workload's stop probability.
+    Return the stop token's mean probability over random contexts.
 
     The first coordinate of the residual stream is constant, so the first coordinate of the stop
-    token's embedding acts as a bias on its logit. It is set to a mean stop probability of 1 /
-    `mean_tokens`, or to nothing without `mean_tokens`.
-
-    Returns:
-        The mean probability of the stop token over random contexts.
+    token's embedding acts as a bias on its logit. With `mean_tokens`, the bias gives a mean stop
+    probability of 1 / `mean_tokens`; without, almost 0.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -2,8 +2,8 @@
 
 The prompt `B21+74=` asks for 12 + 47, and the answer is `950`. All numbers have their digits
 reversed, so that the model writes a carry after the digits that cause it. This file makes the data
-(Parquet), the tokenizer, and a model with a supervised warm start. It also defines the settings
-that these examples share.
+(Parquet), the tokenizer, and a model with a supervised warm start. It also has the examples' common
+settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunSettings(weft.Config):
     """Settings of all examples with arithmetic."""
 
     backend: Literal["ray", "local"] = "ray"
-    """Where workers run: "ray" uses processes of a Ray cluster, "local" uses this process."""
+    """Where workers run: "ray" uses processes of a Ray cluster, "local" this process."""
     seed: int = 0
     """Random seed of the data, the model, the sampling and the order of rows."""
     root: Path = Path("runs")
@@ -44,7 +44,7 @@ class RunSettings(weft.Config):
     checkpoint_every: int = Field(default=100, ge=0)
     """Number of steps between checkpoints, or 0 for none."""
     resume: str = "none"
-    """Run to resume: "latest" for the run of this name (without a name, the newest run), or the
+    """Run to resume: "latest" for the run of this name (or the newest, without a name), or the
     folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
     """Trackers that also get the metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
@@ -63,15 +63,12 @@ class RunSettings(weft.Config):
 
     @property
     def judge(self) -> Callable[[str, str], float]:
-        """Return the reward function.
-
-        A small run uses partial rewards, because its barely trained model gets no sum right. With
-        an exact match, all rewards would be 0 and training would have no effect.
-        """
+        """Return the reward function. A small run uses partial rewards, because its barely trained
+        model gets no sum right: with an exact match, all rewards would be 0."""
         return right_digits if self.small else exact_match
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
-        """Return a new backend. Each driver needs its own."""
+        """Return a new backend; each driver needs its own."""
         return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
 
@@ -85,7 +82,6 @@ class SamplingSettings(RunSettings):
 
     @property
     def generator(self) -> str:
-        """Return the engine for generation, with "auto" resolved."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if self.backend == "ray" else "transformers"
@@ -103,7 +99,6 @@ class SamplingSettings(RunSettings):
 
 
 def exact_match(response: str, answer: str) -> float:
-    """Return 1 for the correct answer, 0 for anything else."""
     return float(response == answer)
 
 
@@ -176,13 +171,12 @@ def warm_start(
     layers: int = 2,
     accuracy: float = WARM_ACCURACY,
 ) -> None:
-    """Train a new model on correct answers, with the same driver as for RL and another graph.
+    """Train a new model on correct answers, with the driver for RL and another graph.
 
     Args:
         folder: folder with the data.
         steps: maximum number of updates.
         name: subfolder of `folder` for the trained model.
-        layers: number of layers of the model.
         accuracy: held-out accuracy that ends the training.
     """
     model = folder / f"untrained_{name}"
@@ -229,8 +223,8 @@ def prepare(root: Path, seed: int, small: bool = False) -> Path:
 
 
 def summary(metrics: list[dict[str, float]], seconds: float) -> dict[str, float]:
-    """Return the results of a run: held-out accuracy before and after, duration [s], sizes, and
-    the log-probability gap between generator and trainer [nats]."""
+    """Return the results of a run: held-out accuracy before and after, duration [s], sizes, and the
+    log-probability gap between generator and trainer [nats]."""
     steps = [row for row in metrics if "actor/mean_logprob_gap" in row]
     return {
         "accuracy_before": metrics[0]["eval/reward/mean"],

@@ -31,7 +31,7 @@ def main(settings: RealSettings) -> None:
     )
     train, held_out = pairs.hold_out(min(128 if tiny else 512, len(pairs) // 5), settings.seed)
 
-    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
+    # The reference is frozen, so compute its log-probabilities only once per pair.
     reference = weft.group(
         weft.ReferenceWorker, model=model, dtype="bfloat16" if settings.num_gpus else "float32"
     )

@@ -1,5 +1,5 @@
-"""Preference training on two-digit addition: prefer correct sums over wrong ones. Takes minutes on
-a CPU.
+"""Preference training on two-digit addition, in minutes on a CPU: prefer correct sums to wrong
+ones.
 
 python examples/dpo_preferences.py                  with Ray: actor and reference have two FSDP2 ranks each
 python examples/dpo_preferences.py --backend local  in one process without Ray, so that breakpoints work
@@ -30,7 +30,7 @@ METHODS = {
     "simpo": PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1),
     "orpo": PreferenceLoss(beta=1, score=LogOdds(), likelihood=1),
 }
-"""Name of a method -> its loss. rpo is DPO with a term that raises the likelihood of the preferred
+"""Maps a method to its loss. rpo is DPO with a term that raises the likelihood of the preferred
 response, which plain DPO may lower."""
 
 
@@ -44,8 +44,8 @@ class Settings(arithmetic.RunSettings):
 
 
 def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> weft.Prompts:
-    """Pair the correct answer to each sum with an answer whose last digit (written first) is off
-    by one."""
+    """Pair the correct answer to each sum with an answer whose last digit (written first) is off by
+    one."""
     draw = random.Random(seed)
     rows = []
     for row in pq.read_table(file).to_pylist()[:limit]:
@@ -61,7 +61,7 @@ def preferences(file: Path, model: str, seed: int, limit: int | None = None) -> 
 
 
 def off_by_one(answer: str, step: int) -> str:
-    """Add `step` to the last digit, modulo 10. The last digit is written first.
+    """Add `step` to the last digit (written first), modulo 10.
 
     >>> off_by_one("950", 1), off_by_one("950", 9)
     ('050', '850')
@@ -84,7 +84,7 @@ def main(settings: Settings) -> None:
     train = preferences(task / "train.parquet", model, seed=1, limit=100 if settings.small else None)
     held_out = preferences(task / "held_out.parquet", model, seed=2)
 
-    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
+    # The reference is frozen, so compute its log-probabilities only once per pair.
     if "reference_logprobs" in loss.reads:
         reference = weft.group(weft.ReferenceWorker, model=model)
         known = reference_of_pairs(train, reference=reference)

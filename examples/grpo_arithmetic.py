@@ -1,5 +1,4 @@
-"""GRPO on two-digit addition: the accuracy rises from a third to most of the sums, in minutes on a
-CPU.
+"""GRPO on two-digit addition: in minutes on a CPU, from a third to most of the sums correct.
 
 python examples/grpo_arithmetic.py                  with Ray: two FSDP2 ranks, two vLLM replicas
 python examples/grpo_arithmetic.py --backend local  in one process without Ray and vLLM, so that breakpoints work
@@ -37,7 +36,7 @@ def main(settings: Settings) -> None:
     if settings.placement == "apart":
         placement = {name: weft.Place(weft.ResourcePool(name, cpus=1)) for name in ("actor", "rollout")}
     backend = settings.new_backend()
-    backend.check(placement)  # find mistakes before the warm start, not after it
+    backend.check(placement)  # find mistakes before the warm start
     steps, prompts = (
         settings.size(settings.steps, 400, small=3),
         settings.size(settings.prompts, 64, small=8),

@@ -21,7 +21,7 @@ from weft.algorithms.surrogates import Clipped
 from weft.workers.rewards.function import Reward
 
 ACCURACY = "eval/pass@1"
-"""Metric: share of held-out problems whose greedy answer is correct, with or without a box."""
+"""Metric: share of held-out problems whose greedy answer is correct, boxed or not."""
 SYSTEM = "Reason step by step, and put the final answer into \\boxed{}."
 
 

@@ -87,11 +87,11 @@ class PipelineEngine:
             )
         self.steps, self.count = 0, 0.0
         self.sent: list[Any] = []
-        """Sends in progress, with their tensors: (work, tensor). Their memory must stay alive."""
+        """Sends in progress, as (work, tensor), to keep the tensors' memory alive."""
 
     def _cut(self) -> dict[str, int]:
-        """Replace the layers of other stages with identities. Return a mapping from the name of
-        each parameter of the whole model to the stage that publishes it."""
+        """Replace the layers of other stages with identities. Return a mapping from each parameter
+        name of the whole model to the stage that publishes it."""
         backbone, last = self.causal_lm.model, self.stages - 1
         self.shapes = {name: tuple(p.shape) for name, p in self.causal_lm.named_parameters()}
         self.tied = self.causal_lm.lm_head.weight is backbone.embed_tokens.weight and self.stages > 1
@@ -120,7 +120,7 @@ class PipelineEngine:
         """Run the forward pass of this stage on a microbatch.
 
         Args:
-            part: indices of the rows of the microbatch.
+            part: indices of the microbatch's rows.
             entropy: whether the last stage also returns entropies.
 
         Returns:
@@ -186,8 +186,8 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _of_tokens(self, batch: Batch, *, entropy: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return log-probabilities and entropies [T] of response tokens, and the offset of each row
-        in them. The last stage computes both and broadcasts them to all ranks."""
+        """Return log-probabilities and entropies [T] of response tokens, and each row's offset in
+        them. The last stage computes both and broadcasts them to all ranks."""
         rows = self._rows(batch)
         ends = rows.response[1]
         found = torch.zeros(2, int(ends[-1]))
@@ -265,8 +265,8 @@ class PipelineEngine:
         return OptimizerStep({**step.metrics, **counts}, step.applied, step.bad)
 
     def _apply(self, optimizer: torch.optim.Optimizer, training: TrainingConfig) -> OptimizerStep:
-        # The first stage has the embedding's part of the gradient of tied weights, the last stage
-        # the head's part.
+        # The first stage has the embedding's part of a tied weight's gradient, the last stage the
+        # head's.
         if self.tied:
             own = self.parameters.get(EMBEDDING)
             gradient = (

@@ -7,10 +7,10 @@ python examples/ppo_arithmetic.py                   with Ray: two FSDP2 ranks of
 python examples/ppo_arithmetic.py --backend local   in one process without Ray and vLLM, so that breakpoints work
 python examples/ppo_arithmetic.py --reward exact    three models, with exact match as the reward
 
-The reward model has four layers and a scalar head. Like the policy, it is first trained on correct
-answers. Then it is trained on pairs of a correct and a wrong answer, with the Bradley-Terry loss.
-It sees only training sums, and scores responses without the ground truth. With only two layers, as
-many as the policy, it would be too weak, and the policy would exploit it (docs/algorithms.md).
+The reward model has a scalar head. Like the policy, it first learns correct answers. Then it learns
+pairs of a correct and a wrong answer, with the Bradley-Terry loss. It sees only training sums, and
+scores responses without the ground truth. It has four layers: with two, like the policy, it would
+be too weak, and the policy would exploit it (docs/algorithms.md).
 """
 
 import json
@@ -49,7 +49,7 @@ class Settings(arithmetic.SamplingSettings):
 
 
 def spoiled(answer: str, draw: random.Random) -> str:
-    """Return a wrong answer. 80 % have one changed digit, 10 % one digit less, 10 % one more.
+    """Return a wrong answer: 80 % have one changed digit, 10 % one digit less, 10 % one more.
 
     >>> spoiled("950", random.Random(0)) != "950"
     True
@@ -96,7 +96,7 @@ def untrained_reward_model(folder: Path, seed: int) -> None:
 
 
 def train_reward_model(task: Path, folder: Path, steps: int, settings: Settings) -> None:
-    """Train a reward model on pairs. It starts from a model trained on correct answers."""
+    """Train a reward model on pairs, starting from a model trained on correct answers."""
     answers, policy = "answers", str(task / "model")
     if not (task / answers).exists():
         print("preparing: a deeper model, on right answers", flush=True)
@@ -137,7 +137,7 @@ def main(settings: Settings) -> None:
     ]
     placement = {name: weft.Place(cores, ranks=2) for name in placed}
     backend = settings.new_backend()
-    backend.check(placement)  # find mistakes before the models are trained, not after it
+    backend.check(placement)  # find mistakes before the models are trained
     steps, prompts = (
         settings.size(settings.steps, 200, small=3),
         settings.size(settings.prompts, 256, small=8),

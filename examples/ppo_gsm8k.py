@@ -1,5 +1,4 @@
-"""PPO on GSM8K or MATH, with a real model of 0.5B to 8B parameters. A grader or a reward model
-scores the responses.
+"""PPO on GSM8K or MATH, with a real model of 0.5B to 8B parameters and a grader or reward model.
 
 python examples/ppo_gsm8k.py --model Qwen/Qwen3-0.6B --data openai/gsm8k                      all GPUs of this machine
 python examples/ppo_gsm8k.py --model models/qwen3 --data train.jsonl --reward-model models/rm own data and reward model

@@ -23,13 +23,13 @@ class RealSettings(weft.Config):
     model: str | None = None
     """Folder or Hugging Face id of a model with 0.5B to 8B parameters and a chat template."""
     data: str | None = None
-    """File, folder, or Hugging Face id such as openai/gsm8k. With --tiny, the default is generated
+    """File, folder, or Hugging Face id such as openai/gsm8k. Default with --tiny: generated
     data."""
     gpus: int | None = Field(default=None, ge=0)
     """Number of GPUs, on which all groups take turns. Default: all GPUs of this machine."""
     backend: Literal["ray", "local"] = "ray"
-    """Where workers run: "ray" uses processes of a Ray cluster and vLLM, "local" uses this process,
-    so that breakpoints work."""
+    """Where workers run: "ray" uses processes of a Ray cluster and vLLM, "local" this process, so
+    that breakpoints work."""
     tiny: bool = False
     """Run a trial of two minutes on a CPU: train a tiny Qwen3 model on generated word problems."""
     thinking: bool = False
@@ -51,7 +51,7 @@ class RealSettings(weft.Config):
     name: str | None = None
     """Name of the run and its directory. Default: the current time."""
     resume: str = "none"
-    """Run to resume: "latest" for the run of this name (without a name, the newest run), or the
+    """Run to resume: "latest" for the run of this name (or the newest, without a name), or the
     folder of a run or checkpoint."""
     trackers: tuple[str, ...] = ()
     """Trackers that also get the metrics: tensorboard, wandb, mlflow, trackio, prometheus (under
@@ -70,12 +70,11 @@ class RealSettings(weft.Config):
         return self
 
     def new_backend(self) -> weft.RayBackend | weft.Local:
-        """Return a new backend. Each driver needs its own."""
+        """Return a new backend; each driver needs its own."""
         return weft.RayBackend() if self.backend == "ray" else weft.Local()
 
     @property
     def engine(self) -> str:
-        """Engine for generation."""
         return "vllm" if self.backend == "ray" else "transformers"
 
     @property
@@ -95,7 +94,7 @@ class RealSettings(weft.Config):
 
     @property
     def training(self) -> dict[str, Any]:
-        """Settings of trained workers. GPUs use bfloat16 and activation checkpointing."""
+        """Settings of trained workers: on GPUs, bfloat16 and activation checkpointing."""
         return {
             "dtype": "bfloat16" if self.num_gpus else "float32",
             "activation_checkpointing": bool(self.num_gpus),
@@ -110,8 +109,8 @@ class RealSettings(weft.Config):
         return of_model if self.adapter is None else 10 * of_model
 
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
-        """Return a placement in which the groups take turns on all devices. Each group has one
-        rank per GPU. Without GPUs, it has up to two ranks under Ray, and one in this process."""
+        """Return a placement in which the groups take turns on all devices: one rank per GPU or,
+        without GPUs, up to two ranks under Ray and one in this process."""
         devices = weft.ResourcePool("devices", cpus=machine_cpus(), gpus=self.num_gpus)
         place = weft.Place(
             devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1)
@@ -122,11 +121,9 @@ class RealSettings(weft.Config):
 def read_problems(
     settings: RealSettings, data: str, model: str, system: str
 ) -> tuple[weft.Prompts, weft.Prompts, int]:
-    """Return (training problems, held-out problems, longest context in tokens).
-
-    The context has room for 99 % of the prompts with the longest response. The run drops longer
-    prompts, and prints a summary of the data when it starts.
-    """
+    """Return (training problems, held-out problems, longest context in tokens). The context has
+    room for 99 % of the prompts with the longest response. The run drops longer prompts, and prints
+    a summary of the data when it starts."""
     problems = weft.Prompts.read(
         data,
         model,

@@ -4,7 +4,7 @@ python examples/rloo_lora.py                  with Ray: two FSDP2 ranks, two vLL
 python examples/rloo_lora.py --backend local  in one process without Ray and vLLM, so that breakpoints work
 python examples/rloo_lora.py --dora           with DoRA, which also trains the norm of each weight row
 
-The reference of the KL penalty is the actor without its adapter, which needs no second model.
+The KL penalty's reference is the actor without its adapter, so there is no second model.
 """
 
 import json
@@ -43,7 +43,7 @@ def main(settings: Settings) -> None:
     cores = weft.ResourcePool("cores", cpus=2)
     placement = {"actor": weft.Place(cores, ranks=2), "rollout": weft.Place(cores, ranks=2)}
     backend = settings.new_backend()
-    backend.check(placement)  # find mistakes before the warm start, not after it
+    backend.check(placement)  # find mistakes before the warm start
     steps, prompts = (
         settings.size(settings.steps, 300, small=3),
         settings.size(settings.prompts, 64, small=8),

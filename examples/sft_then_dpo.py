@@ -41,11 +41,11 @@ class Settings(arithmetic.RunSettings):
     pairs: int | None = Field(default=None, ge=1)
     """Number of pairs per step. Default: 64; with --small 8."""
     sums: int | None = Field(default=None, ge=1)
-    """Number of sums that the supervised model answers eight times each, rounded up so that all
-    sampling steps have the same size. Default: 4096; with --small 24."""
+    """Number of sums that the supervised model answers eight times each, rounded up for equal
+    sampling steps. Default: 4096; with --small 24."""
     likelihood: float = Field(default=1.0, ge=0)
-    """Weight of a loss term that raises the likelihood of the preferred answers. With 0, training
-    is plain DPO, which may lower this likelihood."""
+    """Weight of a loss term that raises the likelihood of the preferred answers. 0 is plain DPO,
+    which may lower this likelihood."""
 
 
 def fresh_model(settings: Settings) -> Path:
@@ -174,7 +174,7 @@ def main(settings: Settings) -> None:
     )
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
 
-    # The reference is frozen, so its log-probabilities need to be computed only once per pair.
+    # The reference is frozen, so compute its log-probabilities only once per pair.
     known = weft.precompute(
         reference_of_pairs(pairs, reference=weft.group(weft.ReferenceWorker, model=model)),
         placement={"reference": CORES},

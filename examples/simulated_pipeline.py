@@ -1,10 +1,9 @@
-"""Simulated GRPO with a pipeline-parallel actor: prints the time of a step for a number of pipeline
-stages and chunks.
+"""Simulated GRPO with a pipeline-parallel actor: prints the time of a step.
 
 python examples/simulated_pipeline.py --model FOLDER --stages 4 --chunks 2
 weft plan examples/simulated_pipeline.py --model FOLDER --stages 4
 
-The costs in this example are invented. Replace them with measurements from your machines.
+The costs are invented; replace them with measurements from your machines.
 """
 
 from pathlib import Path
@@ -25,7 +24,7 @@ class Settings(weft.Config):
     stages: int = Field(default=4, ge=1)
     """Number of pipeline stages."""
     chunks: int = Field(default=1, ge=1)
-    """Number of chunks of layers per stage. Above 1, the schedule is interleaved."""
+    """Number of chunks of layers per stage; above 1, the schedule is interleaved."""
     steps: int = Field(default=2, ge=1)
 
 

@@ -4,9 +4,9 @@ Like a real model, it has a byte-pair tokenizer, special tokens, a chat template
 `enable_thinking`, grouped-query attention and tied embeddings. Nothing is downloaded.
 
 A supervised warm start replaces pretraining. The model learns arithmetic and the answer format from
-worked solutions. Most of these solutions stop one step too early if the problem has two steps.
-After the warm start, greedy answers are therefore correct only for problems of one step. RL then
-teaches the model to do both steps.
+worked solutions. Most solutions of two-step problems stop one step too early. After the warm start,
+greedy answers are therefore correct only for problems of one step. RL then teaches the model to do
+both steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = """\
 """
 
 TEMPLATE_TEXTS = ("system", "user", "assistant", "\n\n")
-"""Texts of the chat template. The tokenizer trains on them, so that each becomes one token."""
+"""Texts of the chat template. Training on them makes each one token."""
 BYTES = ("0",)
 """Training texts that give a tokenizer with one token per byte."""
 FIRST_NAMES = ("Ana", "Ben", "Chen", "Dara", "Emil", "Fatima", "Goran", "Hana")
@@ -52,17 +52,16 @@ THINGS = ("apples", "marbles", "stickers", "books", "shells", "coins", "cards", 
 
 
 PROBLEMS = 2000
-"""Number of problems to generate for training and evaluation if the user gives no data."""
+"""Number of problems for training and evaluation if the user gives no data."""
 DEMONSTRATIONS = 4000
-"""Number of other problems, whose solutions are for the warm start."""
+"""Number of other problems, with solutions for the warm start."""
 HASTY = 0.75
 """Share of two-step problems whose warm-start solution stops after the first step."""
 WARM_STEPS = 160
 """Number of steps of the warm start on worked solutions.
 
-The learning rate decays to a tenth, so that the share of answers that stop early becomes the same
-as in the solutions. Then greedy answers solve 40 % of the problems, and for 80 % at least one of
-four samples is correct.
+The learning rate decays to a tenth, so that as many answers as solutions stop early. Then greedy
+answers solve 40 % of the problems, and for 80 % at least one of four samples is correct.
 """
 
 
@@ -116,7 +115,7 @@ def worked(answer: str, steps: int | None = None) -> str:
 
 
 def wrong_solution(answer: str) -> str:
-    """Return a wrong response: it stops after the first of two steps, or changes the result of one.
+    """Return a response that stops after the first of two steps, or has a wrong result.
 
     >>> print(wrong_solution("2 + 3 = 5\\n#### 5"))
     2 + 3 = 5
@@ -186,10 +185,10 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
 
 
 def prepare(root: Path, data: str | None, system: str, seed: int = 0) -> tuple[str, str]:
-    """Return the paths of problems in GSM8K's format, and of a model with a warm start.
+    """Return the paths of problems in GSM8K's format, and of a model with a warm start. The first
+    call with the same arguments makes both.
 
-    The model solves some of the generated problems. If you give `data`, it learns only the answer
-    format. The first call with the same arguments makes both.
+    The model solves some of the generated problems. With `data`, it learns only the answer format.
 
     Args:
         root: folder of run directories.
@@ -235,8 +234,8 @@ def _make_for_problems(model: Path, system: str, seed: int) -> list[dict[str, st
 
 
 def _make_for_data(model: Path, data: str, system: str, seed: int) -> tuple[list[str], list[str]]:
-    """Save an untrained model, with a tokenizer that is trained on the data. Return the questions
-    and answers of the data."""
+    """Save an untrained model, with a tokenizer trained on the data. Return the data's questions
+    and answers."""
     make_model(model, BYTES, seed)
     read = weft.Prompts.read(data, model, chat=False).table
     texts, answers = read["prompt"].to_pylist(), read["answer"].to_pylist()
@@ -257,8 +256,8 @@ def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
 
 
 def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
-    """Warm-start a model on questions with the answers of other questions. It learns the answer
-    format, but no answer to a held-out question."""
+    """Warm-start a model on questions with the answers of other questions, so that it learns the
+    answer format, but no answer to a held-out question."""
     texts, answers = _make_for_data(folder / "untrained", data, system, seed)
     random.Random(seed).shuffle(answers)
     rows = [dialogue(system, text, boxed(answer)) for text, answer in zip(texts, answers, strict=True)]
@@ -299,7 +298,7 @@ def dialogue(system: str, question: str, response: str) -> dict[str, Any]:
 
 def wrong_and_right(problems: str, system: str) -> str:
     """Write a pair of a correct and a wrong solution for each problem. Return the path of the file,
-    which is next to the problems."""
+    next to the problems."""
     file = Path(problems).with_name("pairs.jsonl")
     return str(
         weft.prepared(

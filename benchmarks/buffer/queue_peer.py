@@ -3,9 +3,9 @@
     system = System(HERE / "queue_peer.py", log=log, python=PEERS)      # turns.py
     [answer] = system.run(1, work="ragged_put", rows=512, groups_per_put=8)
 
-Commands are those of `weft_buffer.py`, plus `units` (storage units) and `in_flight` (puts). Setup,
-generating rows and verification are not timed. The defaults were the fastest on 2 shared cores with
-rows of 2,000 tokens (28.7 kB):
+Commands are those of `weft_buffer.py`, plus `units` (storage units) and `in_flight` (puts). The
+times exclude setup, generating rows and verification. The defaults were the fastest on 2 shared
+cores with rows of 2,000 tokens (28.7 kB):
 
 - Ragged columns are *strided* nested tensors, twice as fast as the documented jagged ones.
 - Several asynchronous calls are in flight (`PUT_SETTINGS`), up to twice as fast as sequential
@@ -21,8 +21,8 @@ rows of 2,000 tokens (28.7 kB):
   use it. Consumers ask every 2 ms.
 
 A claim consumes its rows, so rows of a dead consumer are lost. `GRPOGroupNSampler` takes any n
-consecutive ready rows as a group. `clear_partition` frees row numbers for reuse, and rows are
-handed out by number, possibly in another order than they were put.
+consecutive ready rows as a group. `clear_partition` frees row numbers for reuse. Consumers get rows
+by number, possibly not in the order of the puts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from turns import Turns
 
 ALL = tuple(DTYPES)
 PUT_SETTINGS = {1: (1, 8), 8: (1, 4), 32: (2, 2)}
-"""Groups per put -> (storage units, puts in flight)."""
+"""Maps groups per put to (storage units, puts in flight)."""
 POLL_S = 0.002
 """[s] Pause of a consumer after a claim that found too few rows."""
 
@@ -102,10 +102,8 @@ def arrays(data: Any) -> pa.RecordBatch:
 
 
 class Bound:
-    """Calls methods of a base class on an object of a derived class that overrides them.
-
-    The synchronous client overrides the methods of the asynchronous one.
-    """
+    """Calls methods of a base class on an object of a derived class: TransferQueue's synchronous
+    client overrides the methods of the asynchronous one."""
 
     def __init__(self, methods: type, instance: Any) -> None:
         self._methods, self._instance = methods, instance

@@ -40,8 +40,7 @@ from numpy.typing import NDArray
 GROUP = 8
 """Rows per group."""
 MEAN_PROMPT, MEAN_RESPONSE, MAX_RESPONSE = 200, 1_800, 16_384
-"""[tokens] Rows have a mean of 2,000 with log-normal responses, so a few are several times
-longer."""
+"""[tokens] Mean of a row. Responses are log-normal, so a few rows are several times longer."""
 VOCABULARY = 150_000
 
 DTYPES = {
@@ -52,7 +51,7 @@ DTYPES = {
     "advantages": np.dtype(np.float32),
     "reward": np.dtype(np.float32),
 }
-"""Column -> dtype. `reward` is a number per row; others are as long as the prompt or the
+"""Maps a column to its dtype. `reward` is a number per row; others are as long as the prompt or the
 response."""
 GENERATED = ("prompt_ids", "response_ids", "response_logprobs", "response_versions")
 """Columns that the producer of `stream` puts."""
@@ -141,7 +140,7 @@ def joined(batches: Sequence[pa.RecordBatch], each: int) -> list[pa.RecordBatch]
 
 
 def short(rows: int, seed: int = 0) -> pa.RecordBatch:
-    """Return rows of the same columns with one token each, for works that only depend on their
+    """Return rows of the same columns with one token each, for works that depend only on their
     number."""
     columns = {
         name: of_lists(np.zeros(rows, dtype), [1] * rows)
@@ -237,8 +236,8 @@ class TrainerClock:
         self._since = time.monotonic()
 
     def figures(self, start: float) -> dict[str, float]:
-        """Return the answer of `stream`; `start` is the start of its timetable on the monotonic
-        clock. [s]"""
+        """Return the answer of `stream`; `start` is when its timetable starts on the monotonic
+        clock [s]."""
         share = self._idle / (self._since - self._first)
         return {"first_s": self._first - start, "idle_share": share, "total_s": self._since - start}
 

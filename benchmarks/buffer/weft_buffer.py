@@ -5,7 +5,7 @@
 
 Commands are those of `queue_peer.py`. As in a run, the driver process holds the ledger and the log,
 and worker processes (`weft_nodes.py`) write and read rows. Pipes carry their reports and orders.
-The log is committed once per loop.
+Each loop commits the log once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Driver:
         self.ledger = self.buffer.ledgers["train"]
         self.workers = {name: WorkerProcess(self.folder / "segments", name) for name in workers}
         self.leases: dict[int, Lease] = {}
-        """Token -> lease."""
+        """Maps tokens to leases."""
         declaration = declaration_of(get)
         assert declaration is not None
         self._operation = declaration.called_with({})

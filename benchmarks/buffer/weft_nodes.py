@@ -1,4 +1,4 @@
-"""Graphs for `weft_buffer.py`, which are claimed but never called, and processes that write and
+"""Graphs for `weft_buffer.py`, which claims rows but runs no node, and processes that write and
 read rows."""
 
 from __future__ import annotations

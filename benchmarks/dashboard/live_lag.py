@@ -36,7 +36,7 @@ def measure(large: Path | None, folder: Path) -> dict[str, Any]:
 
 
 def _follow(runs: Path) -> tuple[float, dict[int, float]]:
-    """Return the time of the first step, and step -> time of its value."""
+    """Return the time of the first step, and a mapping from each step to the time of its value."""
     seen: dict[int, float] = {}
     with (
         dashboard_over(runs) as client,

@@ -56,7 +56,7 @@ def _timed(client: httpx.Client, address: str, asked: dict[str, Any], after_s: f
 def _pages(
     client: httpx.Client, run: str, names: list[str]
 ) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Return page -> its requests, in many variants."""
+    """Return a mapping from each page to its requests, in many variants."""
     one = {"run": run}
     groups = client.get("/api/groups", params={**one, "limit": 50}).json()["groups"]
     timeline = client.get("/api/timeline", params=one).json()["total_s"]

@@ -1,10 +1,10 @@
-"""Screenshots for docs/dashboard.md: every page of real runs of a tiny model, in headless Chromium.
+"""Screenshots for docs/dashboard.md: every page of real runs of a tiny model.
 
     python benchmarks/dashboard/screenshots.py                # makes the runs first; three minutes
     python benchmarks/dashboard/screenshots.py --runs FOLDER  # uses runs of demo_runs.py
 
-It needs Chromium and the packages of requirements/browser.txt. Pictures have few colours, to stay
-small.
+It needs headless Chromium and the packages of requirements/browser.txt. Few colours keep the
+pictures small.
 """
 
 from __future__ import annotations

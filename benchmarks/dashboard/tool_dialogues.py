@@ -25,9 +25,8 @@ CALL = re.compile(r'<tool_call>.*?"expression": "(\d+) \+ (\d+)".*?</tool_call>'
 
 
 class Dialogues:
-    """An engine that lets the calculator answer, and then continues the response.
-
-    The calculator's tokens were not sampled, so their log-probabilities are nan.
+    """An engine that lets the calculator answer, and then continues the response. The calculator's
+    tokens are not sampled, so their log-probabilities are nan.
 
     Args:
         engine: samples the model's turns.

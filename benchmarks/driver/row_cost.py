@@ -114,11 +114,8 @@ def row_us(rows: Sequence[int], ranks: int, profiled: int = 0) -> dict[str, Any]
 
 
 def growth(rows: tuple[int, int]) -> dict[str, Any]:
-    """Return a row's cost with many rows in flight over that with few, with equal steps and ranks.
-
-    Args:
-        rows: (few, many).
-    """
+    """Return a row's cost with many rows in flight over that with few, `rows` = (few, many), with
+    equal steps and ranks."""
     found = [measure(Work.of(number, EQUAL_RANKS, EQUAL_ROWS)).figures for number in rows]
     for figures in found:
         print(f"steps of {EQUAL_ROWS} rows on {EQUAL_RANKS} ranks: {figures}", flush=True)

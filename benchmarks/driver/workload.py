@@ -30,10 +30,8 @@ DECODE_S = 0.02
 MAX_NUM_SEQS = 256
 """Concurrent responses of a replica."""
 TRAINING_OVER_GENERATION = 8
-"""Duration of an update, over the generation of as many rows on all replicas.
-
-Generation is faster, so rows soon fill the staleness bound.
-"""
+"""Duration of an update, over the generation of as many rows on all replicas: generation is faster,
+so rows soon fill the staleness bound."""
 
 
 class Settings(weft.Config):
@@ -84,7 +82,7 @@ class Actor(weft.Worker):
 
 @weft.node(shape=weft.Shape.GROUP, reads=("reward",), writes=("advantages",))
 def centred(samples: weft.Batch) -> weft.Batch:
-    """Placeholder that is never called: the simulator invents its columns."""
+    """Placeholder that nobody calls: the simulator invents its columns."""
     return samples
 
 

@@ -1,5 +1,4 @@
-"""Tiny models of popular architectures: a trainer's results against `transformers`, vLLM and two
-ranks."""
+"""Tiny models of popular architectures: a trainer against `transformers`, vLLM and two ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ TOLERANCE = {
     "sequence parallel": 1e-5,
     "gap": 1e-4,
 }
-"""Check -> largest allowed error: relative norm for gradients, mean nats for log-probabilities."""
+"""Maps a check to its error limit: relative norm for gradients, mean nats for log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -244,11 +243,8 @@ def gap(folder: Path) -> Error:
 
 
 def in_processes(call: Callable[[Any], Any], asked: list[Any]) -> Any:
-    """Call a function in several processes, and return the first one's answer.
-
-    Raises:
-        TimeoutError: a process did not finish in time.
-    """
+    """Call a function in several processes, and return the first one's answer. Raises TimeoutError
+    if a process did not finish in time."""
     with multiprocessing.get_context("spawn").Pool(len(asked)) as pool:
         pending = [pool.apply_async(call, (one,)) for one in asked]
         try:

@@ -1,5 +1,4 @@
-"""Router replay: the trainer's logprob gap to its generator, with its own experts and with replayed
-ones."""
+"""Router replay: the trainer's logprob gap to its generator, with own and with replayed experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Planned bytes against a real engine: the actor of the addition example on one rank, and its
-reference.
+"""Planned bytes against a real engine: the addition example's actor on one rank, and its reference.
 
-The actor is trained in ten ways. An eleventh, with 8-bit moments, needs torchao (`pip install
---no-deps -r requirements/torchao.txt`).
+The actor trains in ten ways. An eleventh, with 8-bit moments, needs torchao
+(`pip install --no-deps -r requirements/torchao.txt`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ PROMPT, RESPONSE, ROWS = 22, 10, 80
 
 
 def measure(*, quick: bool = False) -> dict[str, float]:
-    """Return the largest relative error of any number of bytes.
-
-    Args:
-        quick: use a small model, and two of the ways.
-    """
+    """Return the largest relative error of any number of bytes. `quick` uses a small model, and two
+    of the ways."""
     import arithmetic  # pyright: ignore[reportMissingImports]
 
     from weft.workers.training.lora import Lora

@@ -1,5 +1,4 @@
-"""Planned host memory against runs: small examples under Ray, with two ranks per group with a
-model."""
+"""Planned host memory against runs: small examples under Ray, two ranks per group with a model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The overhead of `weft submit` over `ray job submit` of the same script, in turns on a head with a
-token.
+"""The overhead of `weft submit` over `ray job submit` of the same script, in turns.
 
     python benchmarks/operate/submit.py --rounds 5
 
 Prints one line of JSON: `submit_overhead_s` (median difference), and both medians in seconds. If
-`ray[default]` is missing, it is installed into a temporary environment on top of the current one.
+`ray[default]` is missing, the benchmark installs it into a temporary environment on top of the
+current one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ LOCK = Path(__file__).resolve().parents[2] / "requirements" / "jobs.txt"
 
 @contextmanager
 def head(folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """Start a head with a job server, and yield its address.
+    """Start a head with a job server, and yield its address. Raises RuntimeError if the head did
+    not start in time.
 
     Args:
         folder: folder for its files; keep the path short, because it contains sockets.
         environment: environment with its token.
-
-    Raises:
-        RuntimeError: it did not start in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         dashboard, agent = one.getsockname()[1], other.getsockname()[1]
@@ -74,14 +72,8 @@ def seconds_of(command: list[str], project: Path, environment: Mapping[str, str]
 
 
 def measure(rounds: int = 3) -> dict[str, float]:
-    """Submit a script that prints a line, in both ways.
-
-    Args:
-        rounds: number of submissions in each way, in turns.
-
-    Returns:
-        `submit_overhead_s`, `weft_submit_s` and `ray_job_submit_s`, medians in seconds.
-    """
+    """Submit a script that prints a line, `rounds` times in both ways, in turns. Return
+    `submit_overhead_s`, `weft_submit_s` and `ray_job_submit_s`, medians in seconds."""
     if find_spec("aiohttp_cors") is not None:
         return {name: round(value, 2) for name, value in _measure(rounds).items()}
     with tempfile.TemporaryDirectory(prefix="weft-jobs-") as name:
@@ -97,11 +89,8 @@ def measure(rounds: int = 3) -> dict[str, float]:
 
 
 def with_job_server(folder: Path) -> str:
-    """Create an environment on top of this one with `ray[default]`, and return its interpreter.
-
-    Args:
-        folder: folder of the environment.
-    """
+    """Create an environment in `folder`, on top of this one, with `ray[default]`. Return its
+    interpreter."""
     venv.create(folder, symlinks=True)
     python = str(folder / "bin" / "python")
     below = [entry for entry in sys.path if entry.endswith("site-packages")]

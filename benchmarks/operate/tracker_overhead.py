@@ -1,5 +1,4 @@
-"""The cost of trackers: the driver's time for them, and steps with and without them,
-interleaved."""
+"""The cost of trackers: the driver's time, and interleaved steps with and without them."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ METRICS = 60
 
 class RestConfig(Config):
     step_s: float = 0.25
-    """[s] Duration of an update: short, so that the share is not flattered."""
+    """[s] Duration of an update, short enough to show the trackers' share."""
 
 
 class Resting(Worker):
@@ -67,8 +66,7 @@ class Timed:
 def steps_of(
     root: Path, name: str, trackers: Sequence[str], steps: int, step_s: float
 ) -> dict[str, float]:
-    """Run some steps, and return median step time, driver time for trackers, and tracker CPU time.
-    [s]"""
+    """Run some steps, and return the median step, and driver and CPU time for trackers [s]."""
     source = weft.TableSource(
         "rows", pa.table({"prompt_ids": pa.array([[1, 2]] * 8, pa.list_(pa.int32()))})
     )

@@ -88,7 +88,7 @@ def draw_pairs(seed: int) -> dict[str, np.ndarray]:
 
 
 Function = Callable[[SimpleNamespace], Any]
-"""Inputs as tensors -> a scalar, [B] or [B, L]. Entries outside the mask are ignored."""
+"""Maps inputs as tensors to a scalar, [B] or [B, L]; entries outside the mask do not count."""
 
 
 def among_several(function: Function) -> Function:

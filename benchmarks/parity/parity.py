@@ -1,5 +1,4 @@
-"""Parity with TRL and verl: values and gradients of Weft's and their functions on the same random
-inputs.
+"""Parity with TRL and verl: values and gradients of functions on the same random inputs.
 
     python benchmarks/parity/parity.py [--seeds 3]
 
@@ -7,8 +6,8 @@ The peers' own functions run in their environment (`peers.py`, `make bench-peers
 padded rows with some masked tokens. Weft gets the same rows packed. Differences are absolute: the
 largest over all entries of value and gradients, and over seeds.
 
-The table explains where a definition differs on purpose. Such a difference does not count. The last
-line printed is one JSON object.
+The table explains differences that are on purpose, which do not count. The last line printed is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ ON_PURPOSE = {
     "verl kl_penalty k3, far from the reference": "verl cuts the value off at 10, and with it the gradient; Weft at d = -20",
     "trl grpo, a row without a trained token": "TRL counts it in the mean over rows; Weft, and verl, do not",
 }
-"""Function with a different definition -> reason."""
+"""Maps a function with a different definition to the reason."""
 
 
 def packed(x: SimpleNamespace, *names: str, **renamed: str) -> tuple[PackedRows, torch.Tensor]:
@@ -227,10 +226,10 @@ GROUPED: dict[str, Function] = {
     "verl reinforce_plus_plus_baseline": estimator(estimators.group_centred, whiten=True),
     "verl gpg advantages": estimator(estimators.valid_groups_centred),
 }
-"""Advantages with different definitions for single-row groups."""
+"""Advantages whose definitions differ for single-row groups."""
 
 LEVELS: dict[str, Level] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-"""verl's rejection rule -> level of the ratio that it bounds."""
+"""Maps verl's rejection rule to the level of the ratio that it bounds."""
 LOW, HIGH = BOUNDS
 
 WEFT: dict[str, Function] = {
@@ -302,7 +301,7 @@ WEFT: dict[str, Function] = {
     "trl gkd, reverse": exact_kl,
     "trl grpo, a row without a trained token": masked_row,
 }
-"""The peer's function -> Weft's."""
+"""Maps the peer's function to Weft's."""
 
 
 def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
@@ -321,7 +320,7 @@ def outputs_of_peers(seed: int) -> dict[str, np.ndarray]:
 
 
 def differences(seed: int) -> dict[str, dict[str, float]]:
-    """Return function -> value or leaf -> largest absolute difference."""
+    """Return a mapping from function and value or leaf to the largest absolute difference."""
     ours, theirs = (
         evaluate(WEFT, draw(seed)) | evaluate(PREFERENCES, draw_pairs(seed)),
         outputs_of_peers(seed),

@@ -2,7 +2,7 @@
 
     python benchmarks/parity/peers.py SEED OUTPUTS.npz
 
-TRL's losses are methods of trainers. They are called on a stand-in that holds the settings.
+TRL's losses are methods of trainers; a stand-in for the trainer holds the settings.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ COMPARED_OTHERWISE = {
     "trl rpo": "TRL's likelihood term is a mean over the tokens of a microbatch; compared on one pair at a time, where both means are one",
     "trl kto": "TRL takes the responses to other prompts by turns within a microbatch, Weft within a step; compared on given ones",
 }
-"""Function that is compared only in part, or on inputs where the definitions agree -> reason."""
+"""Maps a function to the reason why it is compared only in part, or only on some inputs."""
 
 
 def pair_loss(value: Loss) -> Function:
@@ -72,4 +72,4 @@ PREFERENCES: dict[str, Function] = {
     "trl bradley-terry": reward_loss,
     "trl bradley-terry with margin": lambda x: reward_loss(x, x.margins),
 }
-"""TRL's function -> Weft's."""
+"""Maps TRL's function to Weft's."""

@@ -1,9 +1,8 @@
-"""SIGKILLs of asynchronous runs in real processes: each step must be one update, without lost or
-repeated rows.
+"""SIGKILLs of asynchronous runs: each step must be one update, without lost or repeated rows.
 
     python benchmarks/recovery/recovery.py --parts async_kills
 
-The workers only count, under Local. Each process is a fork of this one, so a resume takes a
+The workers only count, under Local. Each run is a fork of this process, so a resume takes a
 fraction of a second.
 """
 

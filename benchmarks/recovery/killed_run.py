@@ -1,5 +1,4 @@
-"""The run whose ranks `recovery.py` kills: GRPO of a tiny random model under Ray, as a separate
-program.
+"""The run whose ranks `recovery.py` kills: GRPO of a tiny random model under Ray.
 
     python benchmarks/recovery/killed_run.py --folder WORK --root RUNS --steps 100
 
@@ -49,8 +48,7 @@ class Settings(weft.Config):
     every: int = 2
     """Steps between checkpoints."""
     engine_start: bool = False
-    """Start only a rollout worker, print the seconds from process start until it is up, and
-    exit."""
+    """Start only a rollout worker, print the seconds until it is up, and exit."""
 
 
 def main(settings: Settings) -> None:

@@ -1,7 +1,6 @@
-"""How long training waits for a checkpoint, against a plain copy of the same memory in the same
-process.
+"""Training's wait for a checkpoint, against a plain copy of the same memory.
 
-    python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS PORT DESCRIPTOR     # one rank; recovery.py starts them
+python benchmarks/recovery/pause.py FOLDER RANK RANKS CHECKPOINTS PORT DESCRIPTOR     # one rank; recovery.py starts them
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ def measure(folder: Path, ranks: int, checkpoints: int) -> dict[str, Any]:
 
 
 def slowest(found: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return median seconds of the slowest rank; the first pause is reported separately.
+    """Return median seconds of the slowest rank, without the first pause, and that pause.
 
     >>> slowest([{"pauses": [2.0, 0.2, 0.4], "copies": [0.1, 0.2, 0.3], "bytes": 8}])
     {'pause_s': 0.3, 'copy_s': 0.25, 'over_copy': 1.2, 'first_pause_s': 2.0, 'bytes': 8}

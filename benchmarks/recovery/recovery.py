@@ -1,13 +1,12 @@
-"""Recovery: seconds from a kill until the run continues, and how long training waits for a
-checkpoint.
+"""Recovery: seconds from a kill until the run continues, and training's wait for a checkpoint.
 
     python benchmarks/recovery/recovery.py                    # a quarter of an hour
     python benchmarks/recovery/recovery.py --parts pause      # some of times, pause, async_kills
     python benchmarks/recovery/recovery.py --small            # two minutes, to see that it works: not a measurement
 
 It also checks that each step of a killed asynchronous run is one update. Each run is a separate
-program (`killed_run.py`), and its killed ranks are real processes. tests/controllers/recovery/ tests
-kills of all kinds of runs. The last line printed is one JSON object:
+program (`killed_run.py`), and its killed ranks are real processes. tests/controllers/recovery/
+tests kills of all kinds of runs. The last line printed is one JSON object:
 
     rollout_recovery_s, engine_start_s: from SIGKILL until the successor's rows are in the log;
         start of the same worker alone. Medians.
@@ -112,11 +111,8 @@ def engine_start(root: Path, settings: list[str]) -> float:
 
 
 def replace_rollout(run: RunProcess, rank: int) -> tuple[float, int]:
-    """Kill a rollout's process.
-
-    Return the seconds until rows of its replacement are in the log, and the number of requeued
-    rows.
-    """
+    """Kill a rollout's process. Return the seconds until rows of its replacement are in the log,
+    and the number of requeued rows."""
     process = run.ranks()[f"rollout_{rank}"]
     life = 1 + max(
         (int(n) for n in re.findall(rf"rollout-{rank}-again(\d+)", run.log.read_text())), default=0

@@ -1,14 +1,14 @@
-"""How fast a killed run reads its log and the state of its ledgers on resume.
+"""How fast a killed run reads its log and ledgers on resume.
 
     python benchmarks/recovery/resume.py                 # a minute
     python benchmarks/recovery/resume.py --steps 50      # to see that it works: not a measurement
 
 A sample buffer plays a run of GRPO's shape (64 prompts of 8 samples per step, no workers or
-columns) and stops in the middle. The timed part is what a driver does with `resume="latest"` before
-it starts workers: find an intact checkpoint, lock the run, open its directory, and open its buffer.
-`resume_mb_s` counts the bytes of the log file and of the ledgers' checkpoint; only the latter is
-parsed. The run's history is not read, and it has no weights. The last line printed is one JSON
-object.
+columns) and stops in the middle. The benchmark times a driver with `resume="latest"` before it
+starts workers: it finds an intact checkpoint, locks the run, and opens its directory and its
+buffer. `resume_mb_s` counts the bytes of the log file and of the ledgers' checkpoint; the driver
+parses only the latter. The run has no weights, and the driver does not read its history. The last
+line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -73,10 +73,8 @@ def graphs() -> dict[str, Graph]:
 
 
 def play(buffer: SampleBuffer, step: int, *, until: str | None = None) -> None:
-    """Play a step: each node claims all rows, publishes and finishes them.
-
-    With `until`, stop after this node.
-    """
+    """Play a step: each node claims all rows, publishes and finishes them. Stop after the node
+    `until`."""
     ledger = buffer.ledgers["train"]
     ledger.issue(list(range(PROMPTS)), [200] * PROMPTS, step=step)
     for node in ledger.graph.nodes:

@@ -89,11 +89,8 @@ class RunProcess:
         return found
 
     def wait(self, until: Callable[[], bool], poll_s: float = POLL_S) -> None:
-        """Wait for a condition.
-
-        Raises:
-            RuntimeError: the run has ended, or made no progress for STUCK_S.
-        """
+        """Wait for a condition. Raises RuntimeError if the run has ended, or made no progress for
+        STUCK_S."""
         began = time.monotonic()
         while not until():
             stuck = time.monotonic() - began > STUCK_S

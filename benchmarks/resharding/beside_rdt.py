@@ -1,5 +1,4 @@
-"""Bytes of a version against vLLM's sharded_rdt, from records of the same loaders: two FSDP ranks
-to TP 2.
+"""Bytes of a version against vLLM's sharded_rdt, for the same loaders: two FSDP ranks to TP 2.
 
 Each rank creates sharded_rdt's engine, which plans as before a run, but without Ray actors, NIXL
 and a GPU to carry the bytes.
@@ -37,11 +36,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Tensor of the checkpoint -> (shape, dtype)."""
+"""Maps a tensor of the checkpoint to (shape, dtype)."""
 
 
 def record(pipe: Any, folder: Path, checkpoint: Shapes) -> None:
-    """Answer with the reads of each vLLM rank, as recorded by Weft, and the bytes that sharded_rdt
+    """Answer with each vLLM rank's reads, as Weft records them, and the bytes that sharded_rdt
     plans to pull."""
     from torch import distributed
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,5 +1,4 @@
-"""Deltas over TCP on one machine that acts as two: bytes and seconds of a version, full and as a
-delta."""
+"""Deltas over TCP, with one machine as two: bytes and seconds of a full version and a delta."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def transfer(
 
 
 def measure(rounds: int, *, small: bool) -> dict[str, object]:
-    """Print seconds, and return `delta_bytes_share` after a change of one element in a hundred."""
+    """Print seconds, and return `delta_bytes_share` for a change of one element in a hundred."""
     torch.manual_seed(0)
     rows = 256 if small else 4096
     model = {f"{n}.weight": torch.randn(rows, 1024).bfloat16() for n in range(8)}

@@ -1,5 +1,4 @@
-"""Plans without weights: bytes against the minimum, planning time of large models, and projected
-transfer times."""
+"""Plans without weights: bytes against the minimum, planning time, and projected transfer times."""
 
 from __future__ import annotations
 
@@ -75,8 +74,8 @@ def sources(degrees: Sequence[int]) -> Iterator[Layout]:
 
 
 def lower_bounds(source: Layout, destination: Layout) -> list[int]:
-    """For each destination rank, return the number of bytes that it needs and its device does not
-    hold, counted element by element."""
+    """Return, for each destination rank, the number of bytes that it needs and its device lacks,
+    counted element by element."""
     found: list[int] = []
     for rank, here in enumerate(destination.ranks):
         owners = [
@@ -139,8 +138,8 @@ def plan_70b_s(ranks: int = 64, model: str = "70B") -> float:
 
 
 def seconds_of(plan: ReshardPlan, *, through_host: bool = False) -> float:
-    """Return the time of the busiest GPU: first traffic between nodes, then traffic within,
-    optionally by host memory."""
+    """Return the time of the busiest GPU: traffic between nodes, then within, optionally through
+    host memory."""
     ranks = max(len(plan.source.ranks), len(plan.destination.ranks))
     crossing, inside = np.zeros((2, ranks)), np.zeros((2, ranks))
     shared = Counter(

@@ -1,5 +1,4 @@
-"""Trainers and vLLM engines of all layouts: each version arrives, and both compute the same with
-it."""
+"""Trainers and vLLM engines of all layouts: each version arrives, and both compute the same."""
 
 from __future__ import annotations
 
@@ -45,14 +44,15 @@ TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP 2": (2, {"tensor_parallel": 2}),
     "FSDP 2 x TP 2": (4, {"tensor_parallel": 2}),
 }
-"""Trainer -> (ranks, settings)."""
+"""Maps a trainer to (ranks, settings)."""
 ENGINES: dict[str, tuple[int, str]] = {
     "one": (1, ""),
     "another": (1, ""),
     "two ranks": (2, ""),
     "far": (1, "elsewhere"),
 }
-"""Engine -> (tensor-parallel ranks, the machine it believes to be on; empty for this one)."""
+"""Maps an engine to (tensor-parallel ranks, the machine it believes to be on; empty for this
+one)."""
 FOLLOWERS: dict[str, tuple[str, ...]] = {
     "TP 1": ("one",),
     "TP 2": ("two ranks",),

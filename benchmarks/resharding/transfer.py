@@ -56,14 +56,9 @@ def save_model(folder: Path, small: bool) -> int:
 
 
 class Ways:
-    """Both sides of all methods.
-
-    Each method yields when the trainer is done and vLLM, which cannot generate until the end, takes
-    over.
-
-    Args:
-        model: folder; `disk` overwrites the weights of a copy in it.
-    """
+    """Both sides of all methods. Each method yields when the trainer is done and vLLM takes over;
+    vLLM cannot generate until the end. `disk` overwrites the weights of a copy in the folder
+    `model`."""
 
     def __init__(self, model: Path, model_bytes: int) -> None:
         self._folder = model

@@ -1,13 +1,12 @@
-"""Does asynchronous training learn as much per sample, in less time? One example, each schedule,
-three seeds.
+"""Does asynchronous training learn as much per sample, in less time? Three seeds of one example.
 
     python benchmarks/schedules/learning_curves.py                     # half an hour; the picture goes to docs/schedules.png
     python benchmarks/schedules/learning_curves.py --small             # to see that it works: not a measurement
 
 Each run is `examples/grpo_arithmetic.py`, unmodified, one after another. Runs of a seed start from
-the same model. The last line printed is one JSON object: for each mode and seed, the
-final `accuracy`, and the samples and seconds until 95 % of the synchronous run's final accuracy, as
-shares of that run's (`samples_to_goal`, `seconds_to_goal`).
+the same model. The last line printed is one JSON object: for each mode and seed, the final
+`accuracy`, and the samples and seconds until 95 % of the synchronous run's final accuracy, relative
+to the synchronous run (`samples_to_goal`, `seconds_to_goal`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ MODES = {
     "synchronous_apart": ("synchronous", "apart"),
     "asynchronous": ("asynchronous", "apart"),
 }
-"""Name -> schedule (asynchronous: staleness 1) and placement."""
+"""Maps a name to schedule (asynchronous: staleness 1) and placement."""
 COLOURS = {"synchronous": "#2a6fdb", "synchronous_apart": "#8a93a6", "asynchronous": "#d9622b"}
 SHARE = 0.95
-"""The goal: this share of synchronous training's final accuracy. Compare samples and seconds to
-reach it."""
+"""The goal: this share of synchronous training's final accuracy."""
 
 Curve = Sequence[tuple[int, float, float]]
 """(samples so far, seconds since the first step began, held-out accuracy) at each evaluation."""
@@ -150,7 +148,7 @@ def summarize(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Draw accuracy by samples and by seconds: a thin line per seed, and a thick one for their mean
+    """Draw accuracy by samples and by seconds: a thin line per seed, and a thick one for the mean
     by samples."""
     import matplotlib
 

@@ -1,8 +1,7 @@
 """The graph, schedules and workers of `schedules.py`.
 
-The workers are Weft's, with two changes. Each is pinned to its core. The length of a response
-depends only on its prompt and its index in the group, so that every schedule generates and trains
-on the same lengths.
+The workers are Weft's, each pinned to its core. The length of a response depends only on its prompt
+and its index in the group, so that every schedule generates and trains on the same lengths.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class LongTailedEngine(VllmEngine):
         super().__init__(str(config.model), config, **settings)
         self._lengths = config.median, config.sigma
         self.steps_s: dict[int, list[float]] = {}
-        """Responses in the batch -> seconds of each step of that size."""
+        """Maps responses in the batch to the seconds of each step of that size."""
         self.between_s: list[float] = []
         """[s] Time from one step to the next, for the worker's handling of answers and weights."""
         self._ended: float | None = None
@@ -115,8 +114,8 @@ class LongTailedRollout(RolloutWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def steps_s(self) -> dict[int, float]:
-        """Return responses in the batch -> mean seconds from one step to the next, for this
-        rank."""
+        """Return a mapping from responses in the batch to this rank's mean seconds between
+        steps."""
         assert isinstance(self.engine, LongTailedEngine)
         between = float(np.median(self.engine.between_s or [0.0]))
         return {

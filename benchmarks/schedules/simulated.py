@@ -1,7 +1,7 @@
 """The graph of `schedules.py` on a fake clock.
 
-It is simulated as measured, to judge the simulator's accuracy, and on 8 to 1,024 devices. A device
-is a core of this machine, where the costs of calls were measured.
+One simulation repeats the measured runs, to judge the simulator's accuracy; others have 8 to 1,024
+devices. A device is a core of this machine, with its measured costs of calls.
 """
 
 from __future__ import annotations

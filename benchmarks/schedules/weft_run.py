@@ -1,7 +1,6 @@
-"""Weft under one schedule, from start to end. It reports its measurements once (turns.py), and
-ends.
+"""Weft under one schedule, from start to end, with one report of its measurements (turns.py).
 
-    python benchmarks/schedules/weft_run.py FOLDER '{"schedule": "asynchronous_1", ...}'       # schedules.py fills in the rest
+python benchmarks/schedules/weft_run.py FOLDER '{"schedule": "asynchronous_1", ...}'       # schedules.py fills in the rest
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The common work of all schedules in `schedules.py`, and the schedules."""
+"""The schedules of `schedules.py`, and the work that all of them do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The bound for `algorithm_steps.py`: forward and backward passes of a PPO or DPO step in plain
-`transformers`.
+"""The bound for `algorithm_steps.py`: the passes of a PPO or DPO step in plain `transformers`.
 
 It has no driver, no columns, no real advantages and no other process, and rows become tensors
 before the clock starts. Rows of similar length share a microbatch. Padding is on the right and
@@ -153,9 +152,8 @@ class PpoStep:
 class DpoStep:
     """One optimizer step on both responses of all pairs, with given reference log-probabilities.
 
-    The loss gradient by a log-probability is one number per row, and its value does not affect the
-    cost. So the responses of a pair need not share a microbatch, which saves padding compared to a
-    real loss on pairs.
+    The gradient by a log-probability is one number per row, whose value does not affect the cost.
+    So the responses of a pair need not share a microbatch, which saves padding.
     """
 
     def __init__(self, folder: Path) -> None:

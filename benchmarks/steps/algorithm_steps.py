@@ -1,13 +1,12 @@
-"""A PPO step and a DPO step of 1M and 25M parameters: Weft, plain `transformers`, and TRL's
-`DPOTrainer`, in turns.
+"""PPO and DPO steps of 1M and 25M parameters: Weft, plain `transformers`, and TRL, in turns.
 
     python benchmarks/steps/algorithm_steps.py             # `make bench-peers` first, for the comparison with TRL
     python benchmarks/steps/algorithm_steps.py --small --no-peers     # to see that it works: not a measurement
 
-docs/benchmarks.md explains the comparison. The last line printed is one JSON object:
-`weft_s`, `bound_s` and `trl_s` are median seconds of a step, and `tokens` counts prompts and
-responses of a step. `ppo_ratio_to_bound`, `dpo_ratio_to_bound` and `dpo_ratio_to_trl` are the
-smallest over the workloads.
+docs/benchmarks.md explains the comparison. The last line printed is one JSON object: `weft_s`,
+`bound_s` and `trl_s` are median seconds of a step, and `tokens` counts prompts and responses of a
+step. `ppo_ratio_to_bound`, `dpo_ratio_to_bound` and `dpo_ratio_to_trl` are the smallest over the
+workloads.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class AlgorithmWorkload:
         return self.rows // 2
 
     def small(self) -> AlgorithmWorkload:
-        """Return the same shape at the size of a test."""
+        """Return the same workload at the size of a test."""
         return replace(self, model=_long(self.model.small()), rows=8, trl_microbatch=2)
 
 

@@ -1,4 +1,4 @@
-"""Updates in bfloat16 against the same updates in float32.
+"""Updates in bfloat16 against float32.
 
     python benchmarks/steps/bfloat16.py            # three minutes
     python benchmarks/steps/bfloat16.py --small    # to see that it works: not a measurement

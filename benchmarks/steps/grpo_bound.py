@@ -1,8 +1,7 @@
-"""The bound: a bare vLLM engine generates the tokens of a step, and plain `transformers` trains on
-the rows.
+"""The bound: bare vLLM generates a step's tokens, and plain `transformers` trains on the rows.
 
-It has no reward, no real advantages, no weight transfer and no other process. It gets the lengths
-that Weft sampled and generates exactly as many tokens, so that equal steps are compared.
+It has no reward, no real advantages, no weight transfer and no other process. It generates
+responses of the lengths that Weft sampled, so that steps are equal.
 
     python benchmarks/steps/grpo_bound.py FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """

@@ -53,7 +53,7 @@ PARTS = {
     "reward.score": "reward",
     "recorder.record": "record",
 }
-"""Node -> part of a step. Overlapping time counts for the first node in this mapping."""
+"""Maps a node to its part of a step. Overlapping time counts for the first node here."""
 SYSTEMS = ("weft", "bound", "trl", "trl_vllm")
 
 

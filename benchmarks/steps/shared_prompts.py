@@ -1,4 +1,4 @@
-"""Updates of rows that share prompts, with each prompt computed once against each row by itself.
+"""Updates of rows that share prompts: computing each prompt once against each row by itself.
 
     python benchmarks/steps/shared_prompts.py            # two minutes
     python benchmarks/steps/shared_prompts.py --small    # to see that it works: not a measurement

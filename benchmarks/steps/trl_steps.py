@@ -1,7 +1,6 @@
-"""TRL's `GRPOTrainer` or `DPOTrainer` for `grpo_step.py` and `algorithm_steps.py`, step by step.
-Runs in .venv-peers.
+"""TRL's `GRPOTrainer` or `DPOTrainer` for `grpo_step.py` and `algorithm_steps.py`, in .venv-peers.
 
-    python benchmarks/steps/trl_steps.py {grpo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
+python benchmarks/steps/trl_steps.py {grpo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """
 
 from __future__ import annotations
@@ -116,10 +115,8 @@ def grpo_trainer(
 
 
 def sync_weights(generation: Any) -> None:
-    """Replace TRL's method, which fails on a CPU.
-
-    There vLLM repacks weights, and accepts new ones only between these two calls.
-    """
+    """Replace TRL's method, which fails on a CPU. There vLLM repacks weights, and accepts new ones
+    only between these two calls."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,

@@ -1,7 +1,6 @@
-"""Weft for `grpo_step.py` and `algorithm_steps.py`: driver, Ray, workers, and unmodified `grpo`,
-`ppo` and `dpo`.
+"""Weft for `grpo_step.py` and `algorithm_steps.py`: driver, Ray, workers, unmodified algorithms.
 
-    python benchmarks/steps/weft_steps.py {grpo,ppo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
+python benchmarks/steps/weft_steps.py {grpo,ppo,dpo} FOLDER SETTINGS      # a system of turns.py; SETTINGS is JSON
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Case:
     responses: tuple[str, ...] = ()
     """Text of the response, or of the chosen and the rejected one."""
     kept_as: Mapping[str, str] = field(default_factory=dict)
-    """Columns that are renamed."""
+    """Renamed columns."""
 
 
 CASES: dict[str, list[Case]] = {
@@ -337,7 +337,7 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
 }
-"""Format -> rows in actual use. The first of each is its usual form."""
+"""Maps a format to rows in actual use, the usual form first."""
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -394,8 +394,7 @@ def mistakes(folder: Path, case: Case) -> list[str]:
 
 
 def formats() -> tuple[int, int]:
-    """Return the number of formats that are read correctly in all forms, and the number of
-    formats."""
+    """Return the number of formats that are read correctly in all forms, and of all formats."""
     right = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, cases in CASES.items():

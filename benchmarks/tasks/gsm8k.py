@@ -1,5 +1,4 @@
-"""The GSM8K example with a tiny model, as users start it: under Ray, with two training ranks and
-two vLLM replicas."""
+"""The GSM8K example with a tiny model under Ray: two training ranks and two vLLM replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +12,8 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k.py"
 
 
 def gsm8k_tiny_s(data: Path | None = None) -> float:
-    """Return the seconds of the whole program.
-
-    Args:
-        data: rows of GSM8K, or None to generate problems in the same form.
-
-    Raises:
-        RuntimeError: the program failed. The message has the end of its output.
-    """
+    """Return the seconds of the whole program. `data` has rows of GSM8K; None generates problems in
+    the same form. Raises RuntimeError with the end of the output if the program failed."""
     with tempfile.TemporaryDirectory(prefix="weft-gsm8k-") as root:
         command = [sys.executable, str(EXAMPLE), "--tiny", "--root", root, "--name", "tiny"]
         command += ["--data", str(data.resolve())] if data else []

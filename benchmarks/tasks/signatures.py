@@ -1,7 +1,6 @@
-"""Signatures: unmodified reward files of five libraries, written as their users would
-(`peer_rewards/`).
+"""Signatures: unmodified reward files of five libraries' users (`peer_rewards/`).
 
-    python benchmarks/tasks/signatures.py
+python benchmarks/tasks/signatures.py
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FUNCTIONS: Mapping[str, tuple[str, str, list[float]]] = {
     "OpenRLHF": ("of_openrlhf", "reward_func", [1.0, 0.0, 1.0]),
     "slime": ("of_slime", "reward_func", [1.0, 0.0, -0.5]),
 }
-"""Library -> file, function, and rewards of a correct, an incorrect, and a correct truncated
+"""Maps a library to file, function, and rewards of a correct, an incorrect, and a truncated correct
 sample."""
 
 
@@ -56,7 +55,7 @@ def samples() -> Batch:
 
 
 def mistake(library: str, folder: Path) -> str:
-    """Describe what is wrong with a library's rewards; empty if nothing is."""
+    """Describe the mistake in a library's rewards; empty if there is none."""
     file, name, expected = FUNCTIONS[library]
     config = RewardConfig(function=getattr(load(file), name), tokenizer=folder)
     found = config.rewards[0].signature
@@ -79,7 +78,7 @@ def mistake(library: str, folder: Path) -> str:
 
 def signatures() -> tuple[int, int]:
     """Return the number of libraries whose reward functions give the expected rewards, and of
-    libraries."""
+    all."""
     right = 0
     with tempfile.TemporaryDirectory() as folder:
         words = tokenizers.models.WordLevel(

@@ -1,4 +1,4 @@
-"""GenerationEngine: the interface of the engines that sample tokens for a rollout worker."""
+"""The interface of the engines that sample tokens for a rollout worker."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response."""
-
     request_id: int
     prompt_ids: np.ndarray
     """[P] int32 token ids, with one placeholder for each image."""
@@ -31,46 +29,43 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Response:
-    """A finished response."""
-
     request_id: int
     token_ids: np.ndarray
     """[L] int32 token ids, including the stop token."""
     logprobs: np.ndarray
-    """[L] float32 nats, under the sampling distribution, which may be truncated. Greedy responses
-    use the model's own distribution at temperature 1."""
+    """[L] float32 nats under the sampling distribution, which `Sampling` may truncate. Greedy
+    responses use the model's own distribution at temperature 1."""
     versions: np.ndarray
     """[L] int32: the policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """[P + L - 1, layers, k] uint16: the experts of each token, or None if the engine does not
-    record them."""
+    """[P + L - 1, layers, k] uint16: the experts of each token; None if the engine does not record
+    them."""
 
 
 NOT_WHOLE = (
     "no complete version of the weights has arrived, or a later update failed: nothing is generated"
 )
-"""Error of an engine that is asked to generate while its weights are not one complete version."""
+"""Error of an engine that must not generate, because its weights are not one complete version."""
 
 Responses = Generator[list[Response], Collection[int] | None, None]
-"""Yields responses as they finish. Accepts the ids of requests that are no longer wanted."""
+"""Yields responses as they finish. Send it the ids of requests to abort."""
 
 
 class GenerationEngine(Protocol):
-    """Samples responses, and loads new weights between two decoding steps."""
+    """Samples responses, and loads new weights between decoding steps."""
 
     version: int
-    """Policy version of the weights for the next step; 0 means the weights in the model's
-    folder."""
+    """Policy version of the next step's weights; 0 means the weights in the model's folder."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
         """Sample one response to each request. After each decoding step, yield the list of
         responses that finished in it, which may be empty.
 
-        The engine admits all requests before the first step. `update_weights` may be called between
-        two items; requests then continue under the new version. Closing the generator aborts all
-        unfinished requests; sending it request ids aborts those. Raises a GenerationError if the
-        engine rejects a request or fails."""
+        The engine admits all requests before the first step. The caller may call `update_weights`
+        between two items; requests then continue under the new version. Closing the generator
+        aborts all unfinished requests; sending it request ids aborts those. Raises a
+        GenerationError if the engine rejects a request or fails."""
         ...
 
     def weight_bytes(self) -> int:
@@ -79,15 +74,14 @@ class GenerationEngine(Protocol):
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         """Receive a version into separate memory while requests continue; `update_weights` then
-        switches to it. Yields until the version has arrived. An engine that cannot stage weights
-        yields nothing. Raises a WeightSyncError if the received bytes differ from the published
-        ones."""
+        switches to it. Yields until the version has arrived, or nothing if the engine cannot stage
+        weights. Raises a WeightSyncError if the received bytes differ from the published ones."""
         ...
 
     def update_weights(self, weights: Weights) -> str:
         """Load these weights, and return the checksum of the loaded bytes. Raises a WeightSyncError
-        if the bytes differ from the published ones or do not fit the model. After such an error,
-        the engine rejects requests until a complete version has arrived."""
+        if the bytes differ from the published ones or do not fit the model. The engine then rejects
+        requests until a complete version has arrived."""
         ...
 
     def recompute(self) -> None:
@@ -99,7 +93,7 @@ class GenerationEngine(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Reclaim the device memory that `sleep` freed."""
+        """Reclaim the memory that `sleep` freed."""
         ...
 
     def close(self) -> None: ...
@@ -109,16 +103,15 @@ class GenerationEngine(Protocol):
 
 
 MARGIN = 16
-"""Number of extra tokens to decode before a stop string, because the first decoded token may lose
-its space."""
+"""Extra tokens to decode before a stop string, because the first one may lose its space."""
 
 
 StopCheck = Callable[[Sequence[int] | np.ndarray], bool]
-"""Returns whether the last of these tokens completes a stop string."""
+"""Returns whether the last token completes a stop string."""
 
 
 def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopCheck:
-    """Return a check for these stop strings. `decode` turns token ids of the model into text.
+    """Return a check for these stop strings. `decode` turns token ids into text.
 
     >>> ends = stop_check(("ab",), lambda ids: "".join("abc"[i] for i in ids))
     >>> [ends([0, 1][:length]) for length in (1, 2)], ends([0, 1, 2]), ends([2, 0, 1, 0, 1])
@@ -132,7 +125,7 @@ def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> S
         text = decode(tail)
         if not any(each in text for each in stop):
             return False
-        # The text without the last token may contain an earlier occurrence, so compare with it.
+        # An earlier occurrence also counts without the last token.
         before = decode(tail[:-1])
         return any(text.count(each) > before.count(each) for each in stop)
 
@@ -140,8 +133,8 @@ def stop_check(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> S
 
 
 def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
-    """Return the stop check of these sampling settings, using the model's tokenizer; None if they
-    have no stop strings."""
+    """Return the stop check of these settings, using the model's tokenizer; None without stop
+    strings."""
     if not sampling.stop:
         return None
     decode = tokenizer_of(model).decode
@@ -150,5 +143,5 @@ def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
 
 @cache
 def tokenizer_of(model: str) -> Tokenizer:
-    """Return the tokenizer in a model's folder, the same one that reward functions use."""
+    """Return the tokenizer in a model's folder, which reward functions use too."""
     return Tokenizer.load(model)

@@ -41,16 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _DecodingBatch:
-    """The rows of a batch between two decoding steps, with their KV cache."""
-
     cache: Any
     length: int
     """Number of columns in the cache, including padding."""
     origin: Tensor
-    """[B]: the column of position 0. This is the left padding, minus the positions that images
-    skip."""
+    """[B]: the column of position 0: the left padding, minus the positions that images skip."""
     inside: Tensor | None
-    """[B, columns]: whether a column belongs to the row; None if no row is padded."""
+    """[B, columns]: whether a column belongs to the row; None without padding."""
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows ([kept] int64, which may repeat rows)."""
@@ -61,8 +58,8 @@ class _DecodingBatch:
 
 
 def _new_cache(capacity: int) -> Any:
-    """Create a KV cache with room for `capacity` tokens per row. Its layers write in place, while
-    `DynamicLayer` of `transformers` copies all keys for each new token."""
+    """Create a KV cache for `capacity` tokens per row that its layers fill in place; `DynamicLayer`
+    of `transformers` copies all keys for each new token."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class _PreallocatedLayer(DynamicLayer):
@@ -93,8 +90,8 @@ def _new_cache(capacity: int) -> Any:
 
 
 def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Draw one token per row. `logits` are [B, V] of any float dtype. `draws` are [B] float32
-    uniform numbers in [0, 1); greedy sampling does not use them. Return [B] int64 tokens, and their
+    """Draw one token per row from `logits` [B, V] of any float dtype. `draws` are [B] float32
+    uniform numbers in [0, 1), unused by greedy sampling. Return [B] int64 tokens, and their
     log-probabilities under the sampling distribution, [B] float32 nats."""
     logits = logits.float()
     if sampling.temperature == 0:
@@ -105,8 +102,8 @@ def _draw_tokens(logits: Tensor, sampling: Sampling, draws: np.ndarray) -> tuple
     if sampling.top_k or sampling.top_p < 1:
         logits = _truncate(logits, sampling.top_k, sampling.top_p)
     logprobs = logits.log_softmax(-1)
-    # Invert the cumulative distribution. Every target is below the total, despite rounding. So the
-    # first cumulative value above the target belongs to a token with positive probability.
+    # Invert the cumulative distribution. Every target is below the total, despite rounding, so the
+    # first cumulative value above it belongs to a token with positive probability.
     cumulative = logprobs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     targets = torch.from_numpy(draws).to(logits)[:, None] * total
@@ -132,7 +129,7 @@ def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 class _RequestDraws:
     """Uniform random numbers for each request and position: a SplitMix64 hash (Steele, Lea and
-    Flood, OOPSLA 2014) of both. Requests without a seed get one from `fallback`."""
+    Flood, OOPSLA 2014) of both. `fallback` draws missing seeds."""
 
     def __init__(self, requests: Sequence[GenerationRequest], fallback: np.random.Generator) -> None:
         own = fallback.integers(2**63, size=len(requests)).tolist()
@@ -140,7 +137,7 @@ class _RequestDraws:
         self._streams = mix_bits(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64))
 
     def at(self, position: int, rows: np.ndarray) -> np.ndarray:
-        """Return the random numbers for this position in these responses: [len(rows)] float32 in
+        """Return the random numbers of these responses at this position, [len(rows)] float32 from
         [0, 1)."""
         bits = mix_bits(self._streams[rows] + np.uint64(position))
         # Use 24 bits, the precision of float32: with more, rounding could give 1.
@@ -154,7 +151,7 @@ class TransformersEngine:
         model: folder or cached Hugging Face id.
         max_num_seqs: number of responses to sample at the same time. Others wait until the whole
             batch has finished.
-        max_context: [tokens] largest total length of prompt and response; None for the model's own
+        max_context: [tokens] maximum total length of prompt and response; None for the model's
             limit.
         dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
         seed: seed for requests that have none.
@@ -187,9 +184,8 @@ class TransformersEngine:
 
         self.version = 0
         self._oldest_keys = 0
-        """Keys and values from versions before this one must be recomputed."""
+        """Recompute keys and values of versions before this one."""
         self._whole = adapter is None
-        """Whether the engine's weights are one complete version."""
         self._max_num_seqs = max_num_seqs
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -320,7 +316,6 @@ class TransformersEngine:
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, given_up: set[int]
     ) -> Responses:
-        """Sample one batch of requests. Ids sent to the generator are added to `given_up`."""
         request_ids = np.array([request.request_id for request in requests])
         stops = np.empty(0, dtype=np.int64) if sampling.stop is None else self._stop_tokens
         ends = stop_check_of(sampling, self._model_folder)
@@ -333,7 +328,6 @@ class TransformersEngine:
         batch, logits = self._prefill(requests, sampling.max_tokens, routes)
         computed_under = self.version
         for position in range(sampling.max_tokens):
-            # Forbid stop tokens until there are min_tokens.
             if position < sampling.min_tokens and len(stops):
                 logits = logits.index_fill(-1, torch.from_numpy(stops).to(logits.device), -torch.inf)
             sampled, sampled_logprobs = _draw_tokens(logits, sampling, draws.at(position, alive))
@@ -386,7 +380,7 @@ class TransformersEngine:
         self, requests: Sequence[GenerationRequest], max_tokens: int, routes: list[list[np.ndarray]]
     ) -> tuple[_DecodingBatch, Tensor]:
         """Run each distinct prompt once. Return the batch, and the logits [B, V] of each row's
-        first token. Append the routes of each prompt to those of its requests."""
+        first token. Append each prompt's routes to those of its requests."""
         distinct: dict[tuple[bytes | int, ...], int] = {}
         prompts: list[SeenPrompt] = []
         row_prompts = np.empty(len(requests), dtype=np.int64)
@@ -399,7 +393,7 @@ class TransformersEngine:
                 prompts.append(prompt)
         lengths = np.array([len(prompt.ids) for prompt in prompts])
         longest = int(lengths.max())
-        # Pad on the left, so that all prompts end in the same column, from which logits are read.
+        # Pad on the left, so that all prompts end in the column from which logits are read.
         padded = np.zeros((len(prompts), longest), np.int64)
         is_image = np.zeros((len(prompts), longest), bool)
         for row, prompt in enumerate(prompts):
@@ -441,8 +435,8 @@ class TransformersEngine:
         return rows, logits
 
     def _forward(self, batch: _DecodingBatch, tokens: Tensor) -> tuple[Tensor, np.ndarray]:
-        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes [B,
-        1, layers, k], or [0] if routes are not recorded."""
+        """Append one token [B] to each row. Return logits [B, V] for the next token, and routes
+        [B, 1, layers, k], or [0] if the engine records none."""
         with torch.inference_mode(), _no_warnings(), self._recorded() as recorded:
             logits = self.model(
                 input_ids=tokens[:, None],

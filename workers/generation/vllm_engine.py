@@ -1,5 +1,5 @@
-"""VllmEngine: vLLM in the worker's own process. New weights are loaded between two decoding steps.
-Only the modules `vllm_*.py`, here and in `resharding`, import vLLM."""
+"""vLLM in the worker's own process. Only the modules `vllm_*.py`, here and in `resharding`, import
+vLLM."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ if TYPE_CHECKING:
 
 
 class _SleepingEngine:
-    """Puts the memory of vLLM's `LLMEngine` to sleep and wakes it, so that others can use the GPU.
-    A call that asks for the current state does nothing.
+    """Frees and reclaims the memory of vLLM's `LLMEngine`, so that others can use the GPU. A call
+    that asks for the current state does nothing.
 
         awake ──sleep──> asleep ──wake_weights──> weights ──wake──> awake
 
-    New weights arrive while only the weights are awake. vLLM schedules nothing until all of its
-    memory is back.
+    New weights arrive in the state "weights". vLLM schedules nothing until all memory is back.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -67,10 +66,9 @@ class _SleepingEngine:
 
 
 class VllmEngine:
-    """`GenerationEngine` for vLLM's `LLMEngine`. The arguments are those of `TransformersEngine`,
-    plus `VllmSettings`. If the model reads images, the engine checks that vLLM's processor gives an
-    image the same tokens as Weft's. Raises a GenerationError if vLLM could not start or cannot
-    record routes."""
+    """`GenerationEngine` for vLLM's `LLMEngine`. Takes the arguments of `TransformersEngine` and
+    `VllmSettings`. Checks that vLLM's image processor gives an image the same tokens as Weft's.
+    Raises a GenerationError if vLLM could not start or cannot record routes."""
 
     def __init__(
         self,
@@ -86,7 +84,6 @@ class VllmEngine:
     ) -> None:
         self.version = 0
         self._whole = adapter is None
-        """Whether the engine's weights are one complete version."""
         self._adapter = adapter
         self._tensor_parallel = settings.tensor_parallel
         self._identity = secrets.token_hex(8)
@@ -101,8 +98,8 @@ class VllmEngine:
         self._routes = routes
         self._images = images
         self._records_routes = routes and not on_gpu
-        """Whether Weft's `weft_record_routes` records routes, rather than vLLM itself."""
-        # `engine_arguments` enables prefix caching for routes on a GPU, so prompts need a cache
+        """Whether Weft's `weft_record_routes` records routes, rather than vLLM."""
+        # For routes on a GPU, `engine_arguments` enables prefix caching, so prompts need a cache
         # salt there too.
         self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
         if self._records_routes and settings.prefix_caching:
@@ -181,8 +178,8 @@ class VllmEngine:
 
         if self._adapter is not None:  # adapters are small enough to load at once
             return
-        # Waiting OpenMP threads spin, so leave a core free for the receiver; otherwise decoding
-        # would take more than twice as long.
+        # Waiting OpenMP threads spin: without a free core for the receiver, decoding would take
+        # more than twice as long.
         threads = threads_beside(1) if self._tensor_parallel == 1 else contextlib.nullcontext()
         with self._as_weight_sync_error("stage weights", weights), threads:
             self._engine.collective_rpc("weft_stage_weights", args=(to_update_info(weights),))
@@ -262,16 +259,16 @@ class VllmEngine:
             )[0]
 
     def recompute(self) -> None:
-        """Return unfinished requests to vLLM's queue, which makes it rebuild their KV cache."""
+        """Return unfinished requests to vLLM's queue, so that vLLM rebuilds their KV cache."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
-        """Move the weights to host memory, and free the KV cache. Does nothing on CPUs."""
+        """Move the weights to host memory and free the KV cache. Does nothing on CPUs."""
         if self._sleeping is not None:
             self._sleeping.sleep()
 
     def wake_up(self) -> None:
-        """Move the weights back. `generate` reclaims the KV cache later, after a weight update."""
+        """Move the weights back. `generate` reclaims the KV cache after the next weight update."""
         if self._sleeping is not None:
             self._sleeping.wake_weights()
 
@@ -280,14 +277,12 @@ class VllmEngine:
         return self._engine.get_num_unfinished_requests()
 
     def close(self) -> None:
-        """End vLLM's processes, and free its memory."""
         self._engine.engine_core.shutdown()
 
     def _abort(self, keys: set[str]) -> None:
         if keys:
             self._engine.abort_request(list(keys))
-            # Discard their routes, because the recorder forgets a request only when its routes are
-            # taken.
+            # Discard their routes: the recorder forgets a request only when its routes are taken.
             self._take_routes(list(keys))
         for key in keys:
             self._requests.pop(key, None)
@@ -333,14 +328,13 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            # `_look_for_stop` finds stop strings after each token, because vLLM would need its own
-            # tokenizer for it.
+            # `_look_for_stop` needs all tokens so far. vLLM could find stop strings only with its
+            # own tokenizer.
             output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
         )
 
     def _step(self) -> None:
-        # vLLM compiles its rank counting even in eager mode. That needs a C++ compiler, and takes
-        # 20 s in the first step.
+        # vLLM compiles its rank counting even in eager mode, which needs a C++ compiler and 20 s.
         eager = contextlib.nullcontext() if self._compile else torch.compiler.set_stance("force_eager")
         try:
             with eager:
@@ -358,8 +352,8 @@ class VllmEngine:
                 self._finished[output.request_id] = self._response(output, request, routes)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
-        """End a request whose last token completes a stop string. vLLM reports versions only for
-        requests that it ended itself, so count them here."""
+        """End a request whose last token completes a stop string. Counts versions itself, because
+        vLLM reports them only for requests that vLLM ended."""
         request = self._requests.get(output.request_id)
         if request is None or request.ends is None:
             return
@@ -368,8 +362,7 @@ class VllmEngine:
         if len(token_ids) <= request.min_tokens or not request.ends(token_ids):
             return
         if output.finished:
-            # vLLM ended the request at this same token for its length; all engines report "stop" in
-            # this case.
+            # vLLM ended the request at this token for its length; all engines report "stop" then.
             output.outputs[0].finish_reason = "stop"
             return
         self._engine.abort_request([output.request_id])
@@ -383,8 +376,7 @@ class VllmEngine:
         )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
-        """Return the recorded routes of these requests, which are ending; None for those without
-        routes."""
+        """Return the recorded routes of these ending requests; None for one without routes."""
         if not self._records_routes:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
@@ -414,11 +406,9 @@ class _Request:
     seen_prompt: np.ndarray | None
     """Prompt tokens including those of images; None if there are no images."""
     ends: StopCheck | None
-    """The check for its stop strings, if any."""
     min_tokens: int
     versions: list[int] = field(default_factory=list)
-    """The version of the weights that sampled each token; recorded only if there are stop
-    strings."""
+    """The version that sampled each token; recorded only with stop strings."""
 
 
 def _response(output: RequestOutput, request_id: int) -> Response:
@@ -453,13 +443,12 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     import torch
 
     # vLLM may read these at any time, so they stay set. The first one makes the engine run in this
-    # process, and end with it. A value that the user has set takes precedence, except for the first
-    # one.
+    # process and end with it. Values that the user has set take precedence over all others.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    # A fork would copy OpenMP's locks, even those that are held.
+    # A fork would copy OpenMP's locks, even held ones.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
@@ -482,7 +471,7 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
         raise GenerationError(f"vLLM could not start: {type(error).__name__}: {error}") from error
     finally:
         # vLLM on CPUs replaces torch's function by one that does nothing, but training in this
-        # process needs it.
+        # process needs torch's.
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
 
@@ -512,7 +501,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide stderr of C++ code during startup (NUMA binding, gloo). Print it if the start fails."""
+    """Hide stderr of C++ code during startup (NUMA binding, gloo); print it if the start fails."""
     sys.stderr.flush()
     keep = os.dup(2)
     notes = os.memfd_create("vllm-stderr")

@@ -1,5 +1,5 @@
-"""VllmSettings: settings of the vLLM engine, and the `EngineArgs` made from them. This module
-imports neither vLLM nor torch."""
+"""Settings of the vLLM engine, and the `EngineArgs` made from them, without importing vLLM or
+torch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM's kernels support; other ranks take the memory of the next larger one."""
+"""Adapter ranks that vLLM's kernels support; others take the memory of the next larger one."""
 STEP_TOKENS = 16384
 """Prompt tokens per step, unless a full context is longer. With fewer, long prompts would wait
-longer for their first token. On a CPU, all prompts that are admitted together must fit."""
+longer for their first token. On a CPU, all prompts that vLLM admits together must fit."""
 
 
 def memory_share(free: float | None) -> float:
     """Return the share of a GPU's memory for the engine: 0.9, or if less is free, the free share
-    minus 0.02, which other users of the GPU may need. `free` is None without a GPU.
+    minus 0.02 for other users of the GPU. `free` is None without a GPU.
 
     >>> memory_share(0.995), memory_share(0.7), memory_share(None)
     (0.9, 0.68, 0.9)
@@ -43,30 +43,29 @@ def memory_share(free: float | None) -> float:
 
 
 class VllmSettings(Config):
-    """Settings of the generation engine: batch size, and vLLM's use of devices and memory."""
+    """Settings of the generation engine: batch size, devices and memory of vLLM."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """[devices] Number of devices that share one model; on a CPU, sets of cores. Raise it if a
     model does not fit on one device or generates too slowly."""
     max_num_seqs: int = Field(default=256, ge=1, le=100_000)
     """[responses] Maximum number of responses to sample at the same time; others wait. Lower it if
-    the KV cache does not fit; raise it if a GPU is not busy."""
+    the KV cache does not fit; raise it if a GPU is idle."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """[GiB] Size of vLLM's KV cache. On a CPU, None selects room for `max_num_seqs` full contexts,
-    but at most 2 GiB. On a GPU, None selects what `gpu_memory_utilization` leaves. Raise it on a
-    CPU with long contexts; lower it if other processes need the memory."""
+    """[GiB] Size of vLLM's KV cache. None selects, on a CPU, room for `max_num_seqs` full contexts,
+    but at most 2 GiB; on a GPU, what `gpu_memory_utilization` leaves. Raise it on a CPU with long
+    contexts; lower it if other processes need the memory."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the share that
-    is free when the engine starts if that is less. Other groups on the GPU start before the engine
-    and then free their memory. Lower it if groups take turns on a GPU and one runs out of
-    memory."""
+    """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free share
+    if that is less when the engine starts. Other groups on the GPU start before the engine and then
+    free their memory. Lower it if groups take turns on a GPU and one runs out of memory."""
     prefix_caching: bool = False
     """Reuse the KV cache of prompt prefixes in later requests with the same weights. Set it if
     prompts share long prefixes."""
     compile: bool | None = None
-    """Compile the model (and capture CUDA graphs). None does so only on GPUs. On a CPU, compilation
-    takes 20 s and a C++ compiler, and gives 4 % more tokens per second. Set it to False for a quick
-    start, or if compilation fails."""
+    """Compile the model (and capture CUDA graphs). None compiles only on GPUs. On a CPU,
+    compilation takes 20 s and a C++ compiler, and gives 4 % more tokens per second. Set it to False
+    for a quick start, or if compilation fails."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (
@@ -111,18 +110,17 @@ class VllmSettings(Config):
             "gpu_memory_utilization": self.gpu_memory_utilization or memory_share(free_share),
             "tensor_parallel_size": self.tensor_parallel,
             # In a placement group, vLLM would choose Ray's executor, which needs bundles that this
-            # worker does not have.
+            # worker lacks.
             "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
             "enable_prefix_caching": self.prefix_caching,
-            # On a CPU, seeds and chunked prompts cannot be combined, because the random generator
-            # cannot be rewound.
+            # On a CPU, vLLM cannot combine seeds with chunked prompts, because it cannot rewind the
+            # random generator.
             "enable_chunked_prefill": on_gpu,
-            # A step must finish before it returns. Otherwise, tokens of the old weights would be
-            # recorded under the new version.
+            # A step must finish before it returns, so that tokens of old weights never get the new
+            # version.
             "async_scheduling": False,
             "enforce_eager": not self.compiles(on_gpu),
-            # Trainers compare with the distribution that was sampled from, which includes the
-            # temperature.
+            # Trainers compare with the sampling distribution, which includes the temperature.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
@@ -164,9 +162,9 @@ memory free; lower it below 4
         )
 
     def check_sizes(self, settings: Mapping[str, Any], max_context: int | None, dtype: str) -> None:
-        """Check sizes that vLLM would reject only after it has loaded the model with this
-        `config.json`. `max_context` ([tokens]) is None if unknown. The dtype "auto" counts as half
-        precision. Raises a UserError if a size does not fit."""
+        """Check sizes that vLLM would reject only after loading the model with this `config.json`.
+        `max_context` ([tokens]) is None if unknown. The dtype "auto" counts as half precision.
+        Raises a UserError if a size does not fit."""
         largest = max(max_context or 0, STEP_TOKENS)
         if self.max_num_seqs > largest:
             raise UserError(
@@ -195,12 +193,10 @@ memory free; lower it below 4
             )
 
     def compiles(self, on_gpu: bool) -> bool:
-        """Return whether vLLM compiles the model."""
         return on_gpu if self.compile is None else self.compile
 
     def _kv_cache_gib(self, config: Any, dtype: str, context: int) -> float:
-        """Return the memory in GiB for `max_num_seqs` full contexts, with room for partly filled
-        blocks."""
+        """Return the GiB for `max_num_seqs` full contexts, with room for partly filled blocks."""
         settings = config.to_dict()
         heads, size = settings.get("num_key_value_heads") or num_heads(settings), head_dim(settings)
         assert heads is not None and size is not None
@@ -209,7 +205,7 @@ memory free; lower it below 4
         return max(token_bytes * tokens / GIB, 1 / 64)
 
     def _token_bytes(self, layers: int, heads: int, size: int, dtype: str) -> int:
-        """Return the size in bytes of a token's keys and values on one rank."""
+        """Return the bytes of a token's keys and values on one rank."""
         return (
             2
             * layers

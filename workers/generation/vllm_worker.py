@@ -1,9 +1,7 @@
-"""Weft inside vLLM's worker processes: receive weights and adapters, and record the experts of
-tokens.
+"""Weft inside vLLM's worker processes: receives weights and adapters, and records tokens' experts.
 
 vLLM imports this module in each of its processes, because `VllmSettings` names `WorkerExtension`.
-The import also registers the weight receiver, so no plugin is needed if several ranks share a
-model.
+The import also registers the weight receiver, so ranks that share a model need no plugin.
 """
 
 from __future__ import annotations
@@ -68,18 +66,17 @@ def to_update_info(weights: Weights) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Received:
-    """The state of one tensor on a rank after an update. Plain data, because it is sent between
-    processes."""
+    """One tensor on a rank after an update, as plain data to send between processes."""
 
     published: int
-    """`box_sum` of the whole tensor, as computed by its publishers."""
+    """`box_sum` of the whole tensor, from its publishers."""
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     """Starts, stops and `box_sum` of each box that this rank has written."""
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The last version that a rank has loaded. Plain data, because it is sent between processes."""
+    """The last version that a rank has loaded, as plain data to send between processes."""
 
     version: int
     checksum: str
@@ -95,8 +92,8 @@ class _Staging(NamedTuple):
 
 
 def check_received(version: int, ranks: Sequence[dict[str, _Received]]) -> None:
-    """Compare the tensors on all ranks of an engine with the published ones. Raises WeightSyncError
-    if the boxes of a tensor do not add up to the published tensor."""
+    """Check that each tensor's boxes, on all ranks of an engine, add up to the published tensor.
+    Raises WeightSyncError if they do not."""
     for name in dict.fromkeys(name for held in ranks for name in held):
         sums: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
         published = next(held[name].published for held in ranks if name in held)
@@ -156,8 +153,8 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     def stage(self, weights: Weights) -> None:
         """Start a thread that receives a version while the model continues to compute."""
         self._end_staging()
-        # Open it here, not in the thread: opening may record the layout, which swaps tensors that
-        # the computing model would read.
+        # Open it here, not in the thread: opening may swap tensors that the computing model would
+        # read.
         incoming = self._open(weights)
         assert self._writer is not None
         write, done = self._writer.stage, Future[_Loaded]()
@@ -182,7 +179,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         return done.done()
 
     def _end_staging(self) -> _Loaded | None:
-        """End staging, and return the staged version; None if there is none or it is incomplete."""
+        """End staging, and return the version if it is complete."""
         staging, self._staging = self._staging, None
         if staging is None:
             return None
@@ -193,7 +190,7 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     def _open(self, weights: Weights) -> IncomingWeights:
         incoming = IncomingWeights(weights, self.parallel_config.rank, self.parallel_config.world_size)
         try:
-            # Equal layouts are one object, so a new object means that the trainer cuts its tensors
+            # Equal layouts are one object; a new object means that the trainer cuts its tensors
             # differently.
             if self._writer is None or self._source is not incoming.layout:
                 checkpoint = {name: (t.shape, t.dtype) for name, t in incoming.layout.tensors.items()}
@@ -257,7 +254,7 @@ WeightTransferEngineFactory.register_engine("weft", _BucketReceiver)
 
 
 class _VllmBackends:
-    """The transfer engines of vLLM's own backends on one rank, used instead of Weft's receiver."""
+    """The transfer engines of vLLM's own backends on one rank, in place of Weft's receiver."""
 
     def __init__(
         self, receiver: WeightTransferEngine[Any, Any], settings: Any, device: torch.device, model: Any
@@ -280,8 +277,8 @@ class _VllmBackends:
         return self._engines[backend]
 
     def end_version(self, whole: bool) -> dict[str, TensorSum]:
-        """End a version. Unless it is complete (`whole`), incomplete layers keep their previous
-        weights. Return the sums of the tensors that the loaders got."""
+        """End a version, and return the sums of the tensors that the loaders got. Unless the
+        version is complete (`whole`), incomplete layers keep their previous weights."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:  # `begin_version` failed on this rank
             assert not whole
@@ -295,7 +292,8 @@ class _VllmBackends:
 
 
 class _LoadedTensors:
-    """Sums the tensors that a model's loaders get, until its `load_weights` is deleted."""
+    """Sums the tensors that a model's loaders get, until `end_version` deletes its
+    `load_weights`."""
 
     def __init__(self, model: Any) -> None:
         self.sums: dict[str, TensorSum] = {}
@@ -316,10 +314,9 @@ class _LoadedTensors:
             yield name, tensor
 
 
-# LoRA adapters inside vLLM, served from tensors instead of files.
-#
-# An engine has one adapter slot, and requests name the adapter in it. Like full weights, a new
-# version replaces the adapter between two steps, and unfinished requests continue with it.
+# LoRA adapters inside vLLM, served from tensors instead of files. An engine has one adapter slot,
+# and requests name the adapter in it. Like full weights, a new version replaces the adapter between
+# two steps, and unfinished requests continue with it.
 
 
 _SLOT = 1
@@ -331,9 +328,9 @@ def adapter_request() -> LoRARequest:
 
 def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
     """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
-    `WorkerLoRAManager`. `settings` contains "r" and "lora_alpha". Return the adapter's
-    checksum. Raises WeightSyncError if a tensor arrived damaged or vLLM has no layer for
-    it; the slot then keeps its old adapter."""
+    `WorkerLoRAManager`. `settings` contains "r" and "lora_alpha". Return the adapter's checksum.
+    Raises WeightSyncError if a tensor arrived damaged or vLLM has no layer for it; the slot then
+    keeps its old adapter."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         for name, tensor in incoming.layout.tensors.items()
@@ -366,7 +363,7 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
 
 
 def _exchange(slots: Any, adapter: LoRAModel) -> None:
-    # vLLM ignores an adapter with a number that it already knows, so remove the old one first.
+    # vLLM ignores an adapter whose number it knows, so remove the old one first.
     slots.remove_adapter(_SLOT)
     slots.add_adapter(adapter)
     slots.activate_adapter(_SLOT)
@@ -374,21 +371,19 @@ def _exchange(slots: Any, adapter: LoRAModel) -> None:
 
 # Routes on a CPU. On GPUs, vLLM returns routed experts (`enable_return_routed_experts`) through its
 # newer model runner, which needs Triton. On a CPU, vLLM's capturer observes the routers of the
-# older runner, and the scheduler's output says which tokens they processed.
+# older runner, and the scheduler's output says which tokens the routers processed.
 
 
 @dataclass
 class _Noted:
-    """The recorded routes of an unfinished request."""
-
     chunks: list[np.ndarray] = field(default_factory=list)
     """One array per step, [tokens, layers, k]."""
     tokens: int = 0
 
 
 class _RouteRecorder:
-    """Records which experts a rank's routers chose for each request, by replacing `execute_model`
-    of vLLM's model runner. Raises a ValueError if vLLM cannot capture some router."""
+    """Replaces `execute_model` of vLLM's model runner to record which experts a rank's routers
+    chose for each request. Raises a ValueError if vLLM cannot capture some router."""
 
     def __init__(self, model_runner: Any) -> None:
         settings = model_runner.vllm_config
@@ -425,15 +420,15 @@ class _RouteRecorder:
             noted.tokens += end - begin
 
     def take_routes(self, requests: Iterable[str]) -> list[np.ndarray | None]:
-        """Return the routes of each request, [tokens, layers, k], or None for a request without
-        tokens. `requests` are names in vLLM. The recorder then forgets these requests."""
+        """Return and forget the routes of each request, [tokens, layers, k], or None for a request
+        without tokens. `requests` are names in vLLM."""
         by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
         found = [self._noted.pop(by_name.get(request, ""), _Noted()).chunks for request in requests]
         return [np.concatenate(chunks) if chunks else None for chunks in found]
 
 
 class WorkerExtension:
-    """Mixin for vLLM's worker class. `collective_rpc` calls its methods on every rank."""
+    """Mixin for vLLM's worker class; `collective_rpc` calls its methods on every rank."""
 
     weight_transfer_engine: Any
     vllm_config: Any
@@ -451,18 +446,18 @@ class WorkerExtension:
         return self.weight_transfer_engine
 
     def weft_loaded_weights(self) -> _Loaded | None:
-        """Return the record of this rank's last finished update, or None before the first."""
+        """Return the record of this rank's last finished update, or None before the first and after
+        a failed one."""
         return self._weft_receiver.loaded
 
     def weft_stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Start receiving a version into separate memory."""
         self._weft_receiver.stage(_UpdateInfo(**update_info).weights)
 
     def weft_is_staged(self) -> bool:
         return self._weft_receiver.is_staged()
 
     def weft_begin_by_vllm(self, backend: str) -> None:
-        """Pass vLLM's calls to one of vLLM's own backends, until this update ends."""
+        """Send this update's calls to one of vLLM's own backends."""
         if self._weft_backends is None:
             model = self.model_runner.get_model()
             self._weft_backends = _VllmBackends(
@@ -472,8 +467,8 @@ class WorkerExtension:
 
     def weft_end_by_vllm(self, whole: bool) -> dict[str, TensorSum]:
         """End an update that `weft_begin_by_vllm` started, and return the sums of the tensors that
-        the model's loaders received. Unless it is `whole`, layers with missing weights keep their
-        old ones."""
+        the model's loaders received. Unless it is `whole`, incomplete layers keep their old
+        weights."""
         if self._weft_backends is None:  # this rank, or another one, could not begin
             assert not whole
             return {}

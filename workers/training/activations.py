@@ -1,8 +1,7 @@
 """Memory of a pass beyond the parameters, measured by running the model on meta tensors.
 
-The pass runs the same modules, attention and head as training does, and counts every tensor while
-it is alive. It takes a fraction of a second for any model size, and needs no table of model
-families.
+The pass runs the modules, attention and head of training, and counts every live tensor. It takes a
+fraction of a second for any model size, and needs no table of model families.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from .stored_weights import StoredWeights
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors created inside the context while they are alive. It ignores the
-    tensors `known` and their views.
+    """Counts the bytes of live tensors created inside the context, except the tensors `known` and
+    their views.
 
     >>> known = torch.ones(8)
     >>> with _LiveBytes([known]) as live:
@@ -57,8 +56,8 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Count a storage that was created or resized in place; no operation reports a resize.
-        `before` is its previous size in bytes."""
+        """Count a storage that an operation created or resized in place; no operation reports a
+        resize. `before` is its previous size in bytes."""
         if storage._cdata not in self._held:
             weakref.finalize(storage, self._ended, storage._cdata)
         self._held[storage._cdata] = storage.nbytes()
@@ -104,10 +103,9 @@ def pass_bytes(
         rows, length, predicted: number of rows in the microbatch, tokens per row, and the number of
             tokens that get a log-probability. A reward head reads all tokens; other models read all
             but the last.
-        gradients_stay: whether gradients of earlier microbatches already exist when the pass
-            starts.
-        lora: the adapter to train. The layers that it adapts keep their inputs as in full training;
-            the adapter's own small gradients are not counted.
+        gradients_stay: whether gradients of earlier microbatches exist when the pass starts.
+        lora: the adapter to train. Adapted layers keep their inputs as in full training; the result
+            excludes the adapter's own small gradients.
         gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:
@@ -149,9 +147,8 @@ def pass_bytes(
 def _peak(
     model: ResponseModel, rows: _EqualRows, number: int, *, trains: bool, stays: bool, drops: bool
 ) -> int:
-    """Return the peak bytes in use during a pass with `number` predicted tokens. Each new gradient
-    is freed if gradients existed from the start (`stays`) or do not belong to the model
-    (`drops`)."""
+    """Return the peak bytes of a pass with `number` predicted tokens. The pass frees new gradients
+    if gradients existed from the start (`stays`) or do not belong to the model (`drops`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
         if drops:

@@ -18,21 +18,16 @@ from .optimizer import OptimizerConfig
 from .sharding import local_part, lying_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Torch's names for the first and second moments of the gradient."""
 
 
 class _PlainMoments(torch.optim.AdamW):
-    """AdamW with float32 moments on the device of their parameters."""
-
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's moments as they are before its first step."""
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
         }
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's moments and step count. If there are none yet, create them as
-        AdamW's first step would."""
+        """Return a parameter's moments and step count, and create them before its first step."""
         state = self.state[parameter]
         if not state:
             # Fused AdamW expects the step count on the parameter's device.
@@ -41,24 +36,22 @@ class _PlainMoments(torch.optim.AdamW):
         return state
 
     def follow(self, device: torch.device) -> None:
-        """Move the moments to the device of their parameters."""
         for state in self.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = value.to(device)
 
 
-# Offload: moments stay in host memory, and are copied to the device while AdamW updates their
-# parameters. With `ModelConfig.offload="everything"`, FSDP2 also offloads parameters and gradients,
-# and the host updates their moments in place. On several ranks, FSDP2 overlaps copies with the
-# previous layer's computation. On one rank, torch 2.13 copies on the compute stream, so nothing
-# overlaps.
+# Offload: moments stay in host memory, and are on the device while AdamW updates their parameters.
+# With `ModelConfig.offload="everything"`, FSDP2 also offloads parameters and gradients, and the
+# host updates parameters and moments in place. On several ranks, FSDP2 copies during the previous
+# layer's computation. On one rank, torch 2.13 copies on the compute stream, so nothing overlaps.
 
 
 class _HostMoments(_PlainMoments):
     """AdamW with moments in host memory, pinned for a GPU. A step updates the parameters in parts.
     While it computes one part, it copies the next part's moments to the device and the previous
-    part's moments back."""
+    part's back."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -133,8 +126,7 @@ class _HostMoments(_PlainMoments):
 
 
 def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-    """Yield the parameters to update together (those with a gradient), each time with their
-    group."""
+    """Yield the parameters to update together (those with a gradient), with their group."""
     for group in groups:
         part: list[nn.Parameter] = []
         size = 0
@@ -153,24 +145,21 @@ def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], l
 
 # 8-bit moments (arXiv:2110.02861); torchao provides the codes and the update. Each block along the
 # last dimension has one scale: its largest magnitude. Each element has an 8-bit code for one of 256
-# values between -1 and 1, which lie densest near 0. A step decodes the moments, computes the update
-# in float32, and encodes the results.
+# values between -1 and 1, densest near 0. A step decodes the moments, computes the update in
+# float32, and encodes the results.
 #
-# Blocks never cross the end of a row. So codes and scales are sharded like their parameter, and a
-# snapshot can be restored bit for bit on any number of ranks. Moments stay float32 for vectors,
-# small tensors, and rows that are not a whole number of blocks (`memory.moment_block`).
+# Blocks never cross the end of a row. So codes and scales are sharded like their parameter, and any
+# number of ranks can restore a snapshot bit for bit. Moments stay float32 for vectors, small
+# tensors, and rows that are not a whole number of blocks (`memory.moment_block`).
 
 
 SIGNED = dict(zip(MOMENTS, (True, False), strict=True))
-"""Whether each moment can be negative."""
 CODES, SCALES = "_codes", "_scales"
-"""Suffixes of the state names of a moment's codes and scales."""
+"""Suffixes that a moment's codes and scales add to its name in the state."""
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements to update at once. A CPU holds ten float32 copies of them; on a GPU the update is
-compiled."""
+"""Elements to update at once. A CPU makes ten float32 copies of them; a GPU compiles the update."""
 _SHAPES = 256
-"""Limit on recompilations of the update. Each parameter may end with a smaller piece, whose size
-needs one."""
+"""Limit on recompilations of the update, one for each size of a parameter's last piece."""
 
 
 class _EightBitMoments(_PlainMoments):
@@ -230,14 +219,13 @@ class _EightBitMoments(_PlainMoments):
 
 
 def in_8_bits(state: Iterable[str]) -> bool:
-    """Return whether an optimizer state with these names has 8-bit moments."""
     return any(name.endswith(CODES) for name in state)
 
 
 def _load_library(
     device: torch.device,
 ) -> tuple[Callable[[Tensor, Tensor, bool], Any], Callable[..., None]]:
-    """Return two functions of torchao: (codes [n], scales [n / block], signed) -> a moment that
+    """Return two functions of torchao: `(codes [n], scales [n / block], signed)` -> a moment that
     shares their memory; and AdamW's in-place update of one parameter."""
     log = logging.getLogger("torchao")
     level = log.level
@@ -269,15 +257,14 @@ def _load_library(
 
 
 def _block(parameter: Tensor) -> int | None:
-    """Return the block size of a parameter's moments, or None if they are float32. All ranks get
-    the same result."""
+    """Return a parameter's block size, equal on all ranks, or None if its moments are float32."""
     last = local_part(parameter).shape[-1] if parameter.ndim else 0
     return moment_block(tuple(parameter.shape), last)
 
 
 def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros sharded like a parameter, with rows that are shorter by the factor `shorter`.
-    `shape` is the shape of the full parameter."""
+    """Return zeros sharded like a parameter of full shape `shape`, with rows shorter by the factor
+    `shorter`."""
     *before, last = local_part(parameter).shape
     zeros = torch.zeros((*before, last // shorter), dtype=dtype, device=local_part(parameter).device)
     if not isinstance(parameter, DTensor):
@@ -295,8 +282,8 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
 ) -> _PlainMoments:
-    """Create the optimizer of all parameters that require a gradient. Weight decay applies to
-    matrices only. Raises UserError if moments="8bit" and torchao is not installed."""
+    """Create the optimizer of all parameters that require a gradient. Weight decay applies only to
+    matrices. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:

@@ -1,13 +1,13 @@
 """Adapter: put `peft` LoRA layers into a model, merge their weights, and write adapter files.
 
-The layers live inside the `transformers` model, whose other modules stay unchanged. A linear layer
+The layers are inside the `transformers` model, whose other modules stay unchanged. A linear layer
 NAME becomes
 
     NAME.base_layer.weight                              W, frozen, in the dtype of computation
     NAME.lora_A.default.weight, NAME.lora_B.default.weight
     NAME.lora_magnitude_vector.default.weight           with DoRA
 
-A scalar head is trained in full, as one of `peft`'s "modules to save".
+A scalar head trains in full, as one of `peft`'s "modules to save".
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from .lora import Lora, check_targets
 from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
-"""`peft`'s default name for an adapter."""
 _PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
 
 
@@ -44,9 +43,8 @@ class Adapter:
     """LoRA layers in place of a model's linear layers.
 
     Args:
-        causal_lm: a `transformers` model in float32 on the meta device. The constructor changes it
-            in place: it freezes all parameters except those of a scalar head, and converts them to
-            `dtype`.
+        causal_lm: a `transformers` model in float32 on the meta device. The constructor freezes all
+            its parameters except those of a scalar head, and converts them to `dtype`, in place.
         seed: seed for initializing the A matrices.
     """
 
@@ -79,7 +77,6 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapter, for forward passes without a gradient."""
         layers = [module for module in self._causal_lm.modules() if isinstance(module, LoraLayer)]
         # `enable_adapters` would also freeze parameters, but FSDP checks only in the first pass
         # which parameters require gradients.
@@ -93,9 +90,9 @@ class Adapter:
 
     def merged(self, name: str, tensor: Tensor, adapter: Mapping[str, Tensor]) -> tuple[str, Tensor]:
         """Merge the adapter into one full tensor of the model. Return the tensor's name in the
-        model without the adapter, and a new float32 tensor if the layer has an adapter; otherwise
-        the tensor itself. `adapter` maps names to full float32 parameters, and must include those
-        of this layer."""
+        model without the adapter, and a new float32 tensor, or the tensor itself if its layer has
+        no adapter. `adapter` maps names to full float32 parameters, and must include those of this
+        layer."""
         path, found, what = name.rpartition(".base_layer.")
         if not found or what != "weight":
             return name.replace(".base_layer.", "."), tensor
@@ -113,12 +110,12 @@ class Adapter:
         self, folder: Path, tensors: Mapping[str, Tensor], source: Path, disk: Disk
     ) -> None:
         """Write a folder for `peft.PeftModel.from_pretrained` from full float32 parameters on the
-        host. `source` is the base model's folder; its tokenizer and chat template are copied."""
+        host. Tokenizer and chat template come from `source`, the base model's folder."""
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(folder, source, disk)
         model = Path(self._causal_lm.name_or_path)  # a path, or a name in the Hugging Face cache
         name = str(model.resolve()) if model.is_dir() else self._causal_lm.name_or_path
-        # Set it only here: if the constructor got it, `peft` would duplicate the head.
+        # The constructor must not get it, because `peft` would then duplicate the head.
         settings = {**self._config.to_dict(), "modules_to_save": self._whole or None}
         settings |= {"base_model_name_or_path": name, "inference_mode": True}
         content = json.dumps(
@@ -130,7 +127,6 @@ class Adapter:
 
 
 def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    """Add an adapter to a model that generates. It has no effect until the first weight update."""
     layers = _adapted_layers(causal_lm, lora)
     inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
 
@@ -150,8 +146,7 @@ def check_layers(model: str | Path, lora: Lora) -> None:
 
 
 def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
-    """Return the names of the linear layers that get an adapter. Heads and vision layers get
-    none."""
+    """Return the names of the linear layers to adapt; none are in heads and vision layers."""
     scalar_head = getattr(causal_lm, SCALAR_HEAD.removesuffix(".weight"), None)
     heads = (causal_lm.get_output_embeddings(), scalar_head)
     linear = [
@@ -189,8 +184,8 @@ def _adapted_layers(causal_lm: Any, lora: Lora) -> list[str]:
 
 def _refused_by_peft(causal_lm: Any, name: str) -> str:
     """Return why `peft` cannot adapt a linear layer with this name, or "". In a mixture of experts,
-    `peft` takes the names of dense MLP layers for experts; fused Mamba kernels read some
-    projections directly."""
+    `peft` takes dense MLP layers for experts; fused Mamba kernels read some projections
+    directly."""
     settings = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(settings, causal_lm, None)
@@ -216,8 +211,8 @@ def _peft_settings(causal_lm: Any, lora: Lora, layers: list[str], task: str) -> 
 
 @contextmanager
 def _hollow(layers: list[Any]) -> Iterator[None]:
-    """Give layers on the meta device zero weights on the host that take no memory. `peft` creates
-    its parameters on the device of these weights."""
+    """Give layers on the meta device zero weights on the host, without memory, because `peft`
+    creates its parameters on the device of the weights."""
     weights = [layer.weight for layer in layers]
     for layer, weight in zip(layers, weights, strict=True):
         zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
@@ -239,8 +234,8 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a parameter is trained in a model with an adapter: it belongs to the adapter
-    or to a scalar head.
+    """Return whether training changes a parameter of a model with an adapter: it belongs to the
+    adapter or to a scalar head.
 
     >>> is_trained("layers.0.q_proj.lora_A.default.weight"), is_trained("score.weight"), is_trained("lm_head.weight")
     (True, True, False)
@@ -249,7 +244,7 @@ def is_trained(name: str) -> bool:
 
 
 def measured_weight(name: str) -> str | None:
-    """Return the name of the weight whose row norms initialize a DoRA parameter, or None for other
+    """Return the name of the weight whose row norms initialize a DoRA parameter; None for other
     parameters.
 
     >>> measured_weight("layers.0.q_proj.lora_magnitude_vector.default.weight")
@@ -264,7 +259,7 @@ def merged_weight(
 ) -> Tensor:
     """Merge a weight [out, in] with its adapter matrices a [rank, in] and b [out, rank]: W + s B A
     (arXiv:2106.09685, eq. 3), in float32. `magnitude` ([out]) sets the row norms of the result
-    (DoRA, arXiv:2402.09353); None leaves them as they are.
+    (DoRA, arXiv:2402.09353); None leaves them unchanged.
 
     >>> merged_weight(torch.eye(2), torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [0.0]]), 2.0).tolist()
     [[3.0, 0.0], [0.0, 1.0]]
@@ -277,13 +272,13 @@ def merged_weight(
 
 def shared_parts(*, rows: bool) -> tuple[str, str]:
     """Return the two linear layers inside a LoRA layer to split over tensor-parallel ranks: the
-    base layer, and B if the layer's rows are split or A if its columns are. The remaining matrix
-    has equal gradients on all ranks."""
+    base layer, and B to split rows or A to split columns. The remaining matrix has equal gradients
+    on all ranks."""
     return "base_layer", f"{'lora_B' if rows else 'lora_A'}.{_NAME}"
 
 
 def peft_name(name: str) -> str:
-    """Return the name that `peft` files use for a parameter of the model.
+    """Return the name of a model's parameter in `peft` files.
 
     >>> peft_name("model.q_proj.lora_A.default.weight"), peft_name("model.q_proj.lora_magnitude_vector.default.weight")
     ('base_model.model.model.q_proj.lora_A.weight', 'base_model.model.model.q_proj.lora_magnitude_vector')

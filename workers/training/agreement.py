@@ -2,17 +2,17 @@
 `transformers`.
 
 The reference contains no Weft code: `causal_lm(...).logits` with eager attention, one row at a
-time. Each candidate makes the same calls as training, in training mode, and is compared with the
-reference. Weft uses the first of these that agrees:
+time. The check runs each candidate with the same calls as training, in training mode. Weft uses the
+first of these that agrees:
 
     packed, varlen   rows end to end, with torch's variable-length attention kernel
     packed           rows end to end, padded for attention (`packed_attention.py`)
     padded           a rectangle of rows, with the attention that the model was loaded with
     padded, eager    a rectangle of rows, with the attention of the reference
 
-If none agrees, Weft rejects the model: it would silently learn from wrong log-probabilities.
-No rank gathers a complete model for this check. The check runs the model as `transformers` built
-it, without weights, and lends it the trained model's weights one layer at a time.
+If none agrees, Weft rejects the model: it would silently learn from wrong log-probabilities. No
+rank gathers a complete model: the check runs the model as `transformers` built it, without weights,
+and lends it the trained model's weights one layer at a time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .packed_sequences import PackedSequences, SharedPrompts
 from .response_model import ResponseModel, follows_length
 from .routers import Router, Routers, Routing, find_routers
 
-# Lent weights: run forward passes of a model without weights, using the weights of a sharded model.
-# A layer's weights are gathered only while that layer runs. Weights outside the layers (embeddings,
-# last norm, head) are lent for the whole check. On a single rank all weights are.
+# Lent weights: run forward passes of a model without weights, with the weights of a sharded model.
+# Ranks gather a layer's weights only while it runs, and those outside the layers (embeddings, last
+# norm, head) for the whole check. A single rank lends all weights for the whole check.
 
 
 class _LentWeights:
-    """A context that lends weights to a model for forward passes without a gradient, and restores
-    the model's own tensors on exit. For the arguments see `find_agreement`."""
+    """A context that lends weights to a model for forward passes without a gradient, and then
+    restores the model's own tensors. For the arguments see `find_agreement`."""
 
     def __init__(
         self,
@@ -116,21 +116,20 @@ class _LentWeights:
 
 
 _LENGTHS = (5, 3)
-"""Tokens per compared row: few, so that the check is quick for large models."""
+"""Tokens per compared row; few, so that the check is quick for large models."""
 _FIRST_ID = 3
 """First token id of the rows; smaller ids are often padding or special tokens."""
 _SPREAD = 1.0
-"""If the standard deviation of the logits is smaller, as in an untrained model, the check amplifies
-parameters, because small logits would hide mistakes."""
+"""The check amplifies the parameters of a model whose logits have a smaller standard deviation, as
+in an untrained model, because small logits would hide mistakes."""
 _LARGEST_FACTOR = 16
-"""Upper limit on the check's amplification of parameters."""
+"""Upper limit on this amplification."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Settings that hold the soft cap of a model's logits."""
 _OF_ROUNDING = 3.0
-"""The error of a kernel may be up to this many times the error caused by rounding its inputs."""
+"""Limit on a kernel's error, as a multiple of the error from rounding its inputs."""
 _TOLERANCE = 1e-3
 """[nats], or units of a hidden state: largest difference that counts as agreement. Rounding causes
-differences of about 1e-5, mistakes 1e-2 or more."""
+about 1e-5, mistakes 1e-2 or more."""
 
 
 @dataclass(frozen=True)
@@ -138,38 +137,35 @@ class _Probe:
     """Test rows, and the model's own results for each row alone."""
 
     ids: Tensor
-    """[N] int64 token ids, row after row."""
     rows: PackedSequences
     predicting: Tensor
-    """[T] int64: indexes of the tokens that predict another, which are all but the last of each
-    row."""
+    """[T] int64: indexes of the tokens that predict another: all but the last of each row."""
     targets: Tensor
-    """[T] int64: the next token of each."""
+    """[T] int64: the token that follows each."""
     expected: Tensor
     """[T] log-probabilities in nats, or [N, hidden] for a model with a scalar head."""
     hidden: Tensor
     """[N, hidden]: the states that the head reads."""
     outputs: Any
     spread: float
-    """Standard deviation of the logits at one position."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The fastest way for rows to share a forward pass of a model, and what it supports."""
+    """The fastest way to batch rows in a model's forward pass, and what it supports."""
 
     packs: bool
     shares_prompts: bool
     """Whether rows with equal prompts compute the prompt's tokens only once."""
     attention: str
-    """Name of the attention implementation, as registered in `transformers`."""
+    """Name of the attention implementation in the registry of `transformers`."""
     head_form: HeadForm | None
     routers: tuple[Router, ...]
-    """Routers of a mixture of experts that can replay routes; empty if there are none."""
+    """Routers that can replay routes; empty without a mixture of experts."""
 
     def put_on(self, model: ResponseModel) -> None:
-        """Configure a model to run this way. If its rope depends on sequence length, the rope
-        computes one row at a time."""
+        """Configure a model to run this way, with length-dependent ropes that compute one row at a
+        time."""
         model.put_ropes_by_row()
         with quiet_transformers():
             _set_attention(model.causal_lm, self.attention)
@@ -189,12 +185,11 @@ def find_agreement(
     ten tokens: one for each row alone, and two for each candidate.
 
     Args:
-        model: its attention is changed in place, as is a rope that depends on sequence length.
+        model: changed in place: its attention, and a rope that depends on sequence length.
         full: returns the full tensor for a name in `model.causal_lm`; needed if that model has no
             values. All ranks must call it for the same names in the same order.
         by_layer: whether to hold a layer's full tensors only while the layer runs.
-        images: processor of a model that reads images; if given, rows with images are checked as
-            well.
+        images: processor of a model that reads images, to check rows with images too.
 
     Raises:
         UserError: the model is not causal, its own pass fails, or no way agrees with it.
@@ -274,8 +269,8 @@ def _shared_difference(model: ResponseModel, probe: _Probe, *, rounded: bool = F
 
 
 def _image_difference(model: ResponseModel, reader: ImageReader, attention: str) -> float:
-    """Return the largest difference in nats between two rows with images and the model's own pass
-    on each row."""
+    """Return the largest difference in nats between two rows with images and the model's own
+    results."""
     causal_lm, device = model.causal_lm, model.causal_lm.get_input_embeddings().weight.device
     seen = [
         reader.read(
@@ -311,9 +306,9 @@ def _image_difference(model: ResponseModel, reader: ImageReader, attention: str)
 
 
 def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
-    """Return the routers of a mixture of experts if the model follows replayed experts. Replaying
-    the first row's own experts must not change its results. Replaying other experts (the next
-    numbers) for all other tokens must change theirs."""
+    """Return the routers of a mixture of experts that follows replayed experts: replaying the first
+    row's own experts must not change its results, and replaying other experts (the next numbers)
+    for other tokens must change theirs."""
     causal_lm, rows = model.causal_lm, probe.rows
     found, routes = find_routers(causal_lm, lambda: model.run_backbone(probe.ids, rows))
     if not found:
@@ -334,8 +329,8 @@ def _routers(model: ResponseModel, probe: _Probe) -> tuple[Router, ...]:
 
 
 def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
-    """Return whether torch's variable-length kernel is as close to the reference as padded
-    attention is. Both run in bfloat16, on separate rows and on rows that share a prompt."""
+    """Return whether, in bfloat16, torch's variable-length kernel is as close to the reference as
+    padded attention, on separate rows and on rows that share a prompt."""
     if find_kernel(probe.ids.device) is None:
         return False
     rounded = replace(probe, rows=replace(probe.rows, rounded=True))
@@ -350,8 +345,7 @@ def _kernel_agrees(model: ResponseModel, probe: _Probe) -> bool:
 
 
 def _difference(model: ResponseModel, probe: _Probe) -> float:
-    """Return the largest difference from the reference over two passes; kernels are not
-    deterministic."""
+    """Return the largest difference over two passes, because kernels are not deterministic."""
     largest = 0.0
     for _ in range(2):
         try:
@@ -368,9 +362,8 @@ def _difference(model: ResponseModel, probe: _Probe) -> float:
         largest = max(largest, float((found - probe.expected).abs().nan_to_num(torch.inf).max()))
         if largest > _TOLERANCE:
             break
-    # The test rows are shorter than any attention window, so they cannot show whether a window
-    # works. Packed attention gets no mask, so a model that applies its window only through the mask
-    # would lose it.
+    # The test rows are too short to show whether a window works. Packed attention gets no mask, so
+    # a model that applies its window only through the mask would lose it.
     seen = not model.packs or windows_reached_attention(model.causal_lm, probe.rows)
     return largest if seen else torch.inf
 
@@ -415,8 +408,7 @@ def _run_alone(model: ResponseModel, row: Tensor, start: int) -> tuple[Any, Tens
 
 def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
     """Return how the model computes logits from the head's products, or None if it does more than
-    scale and soft-cap them. The probe uses large hidden states, which expose a soft cap that the
-    settings do not name."""
+    scale and soft-cap them. Large hidden states expose undeclared soft caps."""
     causal_lm = model.causal_lm
     head = causal_lm.get_output_embeddings()
     own_parameters = (
@@ -441,7 +433,7 @@ def _head_form(model: ResponseModel, probe: _Probe) -> HeadForm | None:
 
 
 def _amplified_probe(model: ResponseModel, lent: _LentWeights) -> _Probe:
-    """Return the probe. If the model's logits hardly differ, amplify its parameters first."""
+    """Return the probe, after amplifying the parameters of a model whose logits hardly differ."""
     probe = _probe(model)
     while probe.spread < _SPREAD and lent.factor < _LARGEST_FACTOR:
         lent.multiply(2)

@@ -1,9 +1,9 @@
 """Build causal language models of `transformers` without weights, including models that read
 images.
 
-Parameters and saved buffers are on the meta device. `stored_weights.py` reads their values, and
-`sharded_model.py` gives each rank its part. Buffers that the model computes, such as rope
-frequencies, have values.
+Parameters and saved buffers are on the meta device; computed buffers, such as rope frequencies,
+have values. `stored_weights.py` reads the stored values, and `sharded_model.py` gives each rank its
+part.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from ..models.weight_files import check_weights, find_tensor
 from .engine import Head, Recomputed
 
 # Scalar head: one number per position in place of logits. Names and settings follow the
-# `transformers` classes for sequence classification with one label. Folders that have such a head
-# (public reward models) load with it. Saved models load with `AutoModelForSequenceClassification`
-# if the architecture has that class. Folders of language models get a new head.
+# `transformers` classes for sequence classification with one label, so folders that have such a
+# head (public reward models) load with it. Saved models load with
+# `AutoModelForSequenceClassification` if the architecture has that class. Folders of language
+# models get a new head.
 
 
 _DEVIATION = 0.1
-"""Approximate standard deviation of a new head's outputs, given that hidden states have norm
+"""Approximate standard deviation of a new head's outputs, if hidden states have norm
 sqrt(hidden)."""
 
 
@@ -53,7 +54,8 @@ def put_scalar_head(causal_lm: Any) -> frozenset[str]:
 
 def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
     """Return the [1, hidden] weight of the folder's scalar head. If it has none, return a new one;
-    `seed` must be equal on all ranks. Raises UserError if the folder's head has several outputs."""
+    all ranks must pass the same `seed`. Raises UserError if the folder's head has several
+    outputs."""
     file = find_tensor(model, SCALAR_HEAD)
     if file is None:
         generator = torch.Generator().manual_seed(seed)
@@ -68,7 +70,7 @@ def new_scalar_head(model: str | Path, hidden: int, seed: int) -> Tensor:
 
 
 def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes to make in `config.json` for a model with a scalar head."""
+    """Return the changes to `config.json` for a model with a scalar head."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
     )
@@ -87,13 +89,11 @@ _PRODUCTS = [
     )
     if hasattr(torch.ops.aten, name)
 ]  # fmt: skip
-"""Matrix products and attention: the operations that take most of a layer's time."""
+"""The operations that take most of a layer's time."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model without weights."""
-
     causal_lm: Any
     """The model in evaluation mode, with float32 parameters on the meta device and computed buffers
     on the host."""
@@ -142,7 +142,7 @@ def move_buffers(causal_lm: Any, device: torch.device) -> None:
 
 
 def load_complete(model: str | Path, folder: Path) -> Any:
-    """Load the model with all weights in float32 on the host, as `from_pretrained` does."""
+    """Load the model with all weights in float32 on the host, like `from_pretrained`."""
     with quiet_transformers():  # `stored_weights.py` reports unused tensors itself
         settings = training_settings(model, folder)
         check_weights(model, trained=True)
@@ -155,7 +155,6 @@ def load_complete(model: str | Path, folder: Path) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide `transformers` warnings about things that Weft checks itself."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -178,7 +177,7 @@ def training_settings(model: str | Path, folder: Path) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # several ranks would print their progress bars over each other
+    logging.disable_progress_bar()  # progress bars of several ranks would overlap
     with refusals_named(model, "cannot be trained", folder / CONFIG_FILE):
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
     settings.name_or_path = str(model)
@@ -187,9 +186,8 @@ def training_settings(model: str | Path, folder: Path) -> Any:
 
 
 def _forget_values(causal_lm: Any) -> None:
-    """Move all parameters and saved buffers to the meta device. Some constructors create values
-    despite `torch.device("meta")`, such as DiffLlama with `torch.normal`; these tensors would count
-    as loaded."""
+    """Move all parameters and saved buffers to the meta device: values that some constructors
+    create despite `torch.device("meta")` would count as loaded."""
     empty: dict[int, Tensor] = {}
     for tensor in causal_lm.state_dict(keep_vars=True).values():
         if not tensor.is_meta and id(tensor) not in empty:
@@ -203,8 +201,8 @@ def _forget_values(causal_lm: Any) -> None:
 
 
 def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
-    """Compute buffers that no file contains (rope frequencies, masks), as `from_pretrained` does.
-    The initialization of `transformers` skips tensors that are marked as loaded."""
+    """Compute buffers that no file contains (rope frequencies, masks), like `from_pretrained`,
+    which skips tensors that are marked as loaded."""
     for tensor in (*causal_lm.parameters(), *causal_lm.buffers()):
         tensor._is_hf_initialized = True
     unknown: list[tuple[str, torch.nn.Module, str]] = []
@@ -216,7 +214,7 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
             continue
         module._buffers[last] = made = torch.empty_like(buffer, device="cpu")
         if made.is_floating_point() and made.numel():
-            # Fill with nan to detect buffers that the initialization does not set.
+            # nan reveals buffers that the initialization does not set.
             made.fill_(torch.nan)
             unknown.append((name, module, last))
     causal_lm.initialize_weights()
@@ -230,8 +228,8 @@ def _compute_buffers(model: str | Path, causal_lm: Any) -> None:
 
 def _switch_off_dropout(settings: Any) -> None:
     """Set every dropout setting to zero, so that the trained policy equals the one that generated
-    the rows. This is needed because recomputed layers run in training mode, and some layers apply
-    dropout in every mode."""
+    the rows. Evaluation mode is not enough: recomputed layers run in training mode, and some layers
+    always apply dropout."""
     for name, value in vars(settings).items():
         if hasattr(value, "to_dict"):
             _switch_off_dropout(value)

@@ -1,9 +1,8 @@
-"""The training engine protocol, and the settings of models and training. (`optimizer.py` has the
-optimizer's settings.)
+"""The training engine protocol, and the settings of models and training (the optimizer's are in
+`optimizer.py`).
 
-A `TrainingEngine` computes log-probabilities and takes optimizer steps for a worker. `FsdpEngine`
-(`fsdp.py`) implements it for `transformers` models with FSDP2 and tensor parallelism.
-`ModelConfig.engine` selects another implementation.
+A `TrainingEngine` computes log-probabilities and takes optimizer steps for a worker. The default,
+`FsdpEngine` (`fsdp.py`), runs `transformers` models with FSDP2 and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class EngineFactory(Protocol):
-    """Creates the `TrainingEngine` of a rank in that rank's process. `FsdpEngine` is one such
-    factory. All ranks of the group create their engines at the same time, and connect through
-    `context.rendezvous` (`workers/rendezvous.py`)."""
+    """Creates a rank's `TrainingEngine` in that rank's process; `FsdpEngine` is one. All ranks of a
+    group create their engines at the same time, and connect through `context.rendezvous`
+    (`workers/rendezvous.py`)."""
 
     def __call__(
         self,
@@ -61,10 +60,9 @@ class EngineFactory(Protocol):
         """Return the engine.
 
         Args:
-            config: settings of the group, including settings that a subclass of `ModelConfig` adds.
-            training: how to train the model, or None for a model that is not trained. A trained
-                group passes its own configuration.
-            head: what the model outputs for each response token.
+            config: settings of the group, including those that a subclass of `ModelConfig` adds.
+            training: how to train the model, or None for a frozen model. A trained group passes its
+                own configuration.
 
         Raises:
             UserError: the engine does not support these settings.
@@ -76,48 +74,47 @@ class ModelConfig(Config):
     """A causal language model, and how its group shards it over ranks."""
 
     model: str | Path
-    """Required. Set it to the folder or Hugging Face id of a causal language model."""
+    """Required. Folder or Hugging Face id of a causal language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of computation and of published weights. Parameters, optimizer state and the values
-    computed from logits are always float32. Choose "bfloat16" on GPUs: a pass takes half the time
-    and memory."""
+    computed from logits are always float32. Choose "bfloat16" on GPUs: it halves the time and
+    memory of a pass."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradients when ranks reduce them; each rank keeps its shard in float32. "bfloat16"
+    """Dtype in which ranks reduce gradients; each rank keeps its shard in float32. "bfloat16"
     requires dtype="bfloat16". It halves traffic and memory, but rounds every sum over microbatches
-    and ranks. Choose "bfloat16" if the network between ranks is slow or gathered gradients do not
-    fit into memory."""
+    and ranks. Choose it if the network is slow or gathered gradients do not fit into memory."""
     microbatch_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """[tokens] Maximum number of tokens in one forward pass, including padding if the model cannot
     pack rows. None selects 1,280 on a CPU and 16,384 on a GPU. Lower it if a pass runs out of
-    memory (`weft plan` estimates the need); raise it if a GPU is not busy."""
+    memory (`weft plan` estimates the need); raise it if a GPU is idle."""
     tensor_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that share each layer. It must divide the group's number of ranks and
-    the dimensions that the model's `transformers` plan shards: attention heads and experts. Raise
-    it if the gathered weights or activations of a layer do not fit on one device."""
+    the model's attention and key-value heads, feed-forward width and experts. Raise it if a layer's
+    gathered weights or activations do not fit on one device."""
     sequence_parallel: int = Field(default=1, ge=1)
     """[ranks] Number of ranks that split the tokens of a pass (Ulysses, arXiv:2309.14509). It must
-    divide the group's number of ranks and the model's attention heads, and cannot be combined with
+    divide the group's number of ranks and the model's attention heads. It cannot be combined with
     `tensor_parallel`. Raise it if the activations of one long response do not fit on a device."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """[stages] Number of pipeline stages that the layers are split into. Values above 1 need an
-    `engine` that supports pipelines; `FsdpEngine` does not. Raise it if a model is too large for
-    the ranks of one node ([pipelines](pipelines.md))."""
+    """[stages] Number of pipeline stages. Values above 1 need an `engine` that supports pipelines;
+    `FsdpEngine` does not. Raise it if a model is too large for the ranks of one node
+    ([pipelines](pipelines.md))."""
     engine: EngineFactory | None = None
-    """Class or function that creates the training engine of each rank. Weft calls it with the same
-    arguments as `FsdpEngine`, the default. Set it to train with another library ([your
-    own](your_own.md#an-engine))."""
+    """Class or function that creates the training engine of each rank; None selects `FsdpEngine`.
+    Weft calls it with the same arguments. Set it to train with another library
+    ([your own](your_own.md#an-engine))."""
     gather: Literal["auto", "once", "layerwise"] = "auto"
-    """When ranks gather sharded parameters. "once" gathers them once per step, which is fastest,
-    but each rank then holds the whole model and its gradient. "layerwise" gathers each layer in
-    every microbatch. "auto" selects "once" below 2 GiB of parameters. Choose "layerwise" if memory
-    is short, "once" if it is plentiful."""
+    """When ranks gather sharded parameters. "once" gathers them once per step: the fastest way, but
+    each rank then holds the whole model and its gradient. "layerwise" gathers each layer in every
+    microbatch. "auto" selects "once" below 2 GiB of parameters. Choose "layerwise" if memory is
+    short, "once" if it is plentiful."""
 
     offload: Literal["nothing", "moments", "everything"] = "nothing"
     """State to keep in host memory while it is not in use. "moments" offloads the optimizer's
-    moments; each step brings them to the device in parts. "everything" offloads parameters
-    (including those of frozen models), gradients and moments. Each layer is on the device only
-    while it computes, and the optimizer runs on the host. Choose "moments" if a model fits on its
-    GPUs but AdamW's state does not, "everything" if the model itself does not fit."""
+    moments; each step copies them to the device in parts. "everything" also offloads gradients and
+    parameters, even of frozen models: the device holds a layer only while it computes, and the host
+    runs the optimizer. Choose "moments" if a model fits on its GPUs but AdamW's state does not,
+    "everything" if the model itself does not fit."""
 
     compile: bool = False
     """Compile each layer with `torch.compile`, which fuses elementwise operations. The first step
@@ -150,12 +147,11 @@ class ModelConfig(Config):
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks that compute the same rows together."""
         return self.tensor_parallel * self.sequence_parallel * self.pipeline_parallel
 
     def check(self) -> None:
         """Check these settings against the model's settings and files. Raises UserError if the
-        model does not exist, cannot be trained, or cannot be split this way over ranks."""
+        model does not exist, cannot be trained, or cannot be split over ranks this way."""
         settings = read_model_config(self.model)
         check_causal_lm(self.model, settings)
         for name in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
@@ -200,46 +196,44 @@ def _check_call(make: EngineFactory) -> None:
 
 Head = Literal["logprobs", "values", "rewards"]
 """What a model outputs for each response token. "logprobs": its log-probability. "values": the
-scalar head's value *before* the token, as for a critic. "rewards": the scalar head's reward for the
-sequence up to and *including* the token. The last token's reward covers the whole sequence."""
+scalar head's value *before* the token, as for a critic. "rewards": the scalar head's reward up to
+and *including* the token, so that the last token's reward covers the whole sequence."""
 
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["elementwise"]
-"""Which activations to recompute in the backward pass: none (False), those of all layers (True),
-those of every n-th layer (n), or ("elementwise") all except the results of matrix products and
-attention, which take the most time."""
+"""Layers whose activations the backward pass recomputes: none (False), all (True), or every n-th
+(n). "elementwise" recomputes everything but the results of matrix products and attention."""
 
 
 class TrainingConfig(OptimizerConfig):
-    """How to train a model: optimizer, adapter, recomputation of activations, and router
-    balancing."""
+    """How to train a model: optimizer, adapter, recomputation, router balancing."""
 
     activation_checkpointing: Recomputed = False
     """Recompute activations in the backward pass instead of storing them. True recomputes all
     layers, which slows a step by about a third; a number n recomputes every n-th layer.
-    "elementwise" recomputes everything but the results of matrix products and attention, which take
-    the most time. Set it if activations do not fit into memory."""
+    "elementwise" keeps the results of matrix products and attention, the slowest operations. Set it
+    if activations do not fit into memory."""
     router_loss: float | None = Field(default=None, gt=0)
     """[factor] Coefficient of the load-balancing loss for a mixture's routers (arXiv:2101.03961,
-    equations 4 to 6, as `transformers` computes it); None disables the loss. With it, each step
-    waits for all its rows, and reads them twice unless they carry recorded routes. Set it in
-    supervised training, or if `max_expert_load` grows. The model's own `router_aux_loss_coef` is a
-    good first value."""
+    equations 4 to 6, as `transformers` computes it). None disables the loss. With it, each step
+    waits for all its rows, and reads them twice unless they have recorded routes. Set it in
+    supervised training, or if `max_expert_load` grows; start with the model's own
+    `router_aux_loss_coef`."""
     lora: Lora | None = None
     """Train an adapter (and the scalar head, if there is one) and freeze the model. None trains the
-    whole model. Set it if the model's gradients and moments do not fit into memory."""
+    whole model. Set it if gradients and moments do not fit into memory."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("activation_checkpointing",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("lora",))
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of an optimizer step, equal on all ranks: the step was applied, was bad, or had no
+    """Result of an optimizer step, equal on all ranks. The step was applied, was bad, or had no
     tokens."""
 
     metrics: Metrics
     applied: bool
     bad: str | None = None
-    """Why a step was not applied: its loss or gradient is not finite, or its gradient norm is above
+    """Why a step was not applied: a loss or gradient that is not finite, or a gradient norm above
     the limit."""
 
 
@@ -268,43 +262,41 @@ class TrainingEngine(Protocol):
         ...
 
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
-        """Compute the gradient of these rows on all replicas and add it to the current optimizer
-        step. Set `last` for the last rows of the step. The metrics, merged over calls and replicas,
-        are those of the whole step."""
+        """Add the gradient of these rows on all replicas to the current optimizer step. Set `last`
+        for the last rows of the step. The metrics of the whole step are those of its calls and
+        replicas, merged."""
         ...
 
     def apply(self) -> OptimizerStep:
         """Take the optimizer step: divide the accumulated gradient by the loss's count over all
-        rows, clip it, and update the parameters. A bad step is dropped: it leaves parameters,
-        moments and step count bitwise unchanged."""
+        rows, clip it, and update the parameters. A bad step leaves parameters, moments and step
+        count bitwise unchanged."""
         ...
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         """Return each row's contribution to the loss before division by the count, under the
-        current weights and without a gradient: `[rows]` float32. The rows of a group share the loss
-        of a whole group equally."""
+        current weights and without a gradient: `[rows]` float32. The rows of a group share a whole
+        group's loss equally."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full parameters under their Hugging Face names, in the dtype of forward passes. The
-        engine gathers one at a time. Adapters are merged."""
+        engine gathers one at a time, and merges adapters."""
         ...
 
     def published_parts(self) -> Iterator[TensorPart]:
-        """Yield this rank's share of the weights to publish, in the dtype of forward passes. The
-        parts are views of the parameters, with the names and shapes of the checkpoint.
+        """Yield this rank's share of the weights to publish: views of the parameters, with the
+        names and shapes of the checkpoint, in the dtype of forward passes.
 
-        Where several ranks hold equal copies, only the first yields the part, so all ranks together
-        yield each element once. For a model with an adapter, `Lora.published` selects between the
-        adapter alone, under the names that `peft` uses, and the merged weights; each rank yields a
-        share.
+        If several ranks hold equal copies, only the first yields the part, so all ranks together
+        yield each element once. For a model with an adapter, `Lora.published` selects the adapter
+        alone (with the names of `peft`) or the merged weights.
         """
         ...
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
-        """Load a published version of the weights. Each rank loads its own parts. Return the
-        version's checksum. Raises WeightSyncError if names or shapes do not fit the model, or if
-        the data was damaged on the way."""
+        """Load this rank's parts of a published version, and return the version's checksum. Raises
+        WeightSyncError if names or shapes do not fit the model, or if data arrived damaged."""
         ...
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
@@ -338,7 +330,7 @@ class TrainingEngine(Protocol):
         ...
 
     def restore(self, folder: Path) -> Mapping[str, Any]:
-        """Resume from a snapshot, and return its notes. The number of ranks may differ; random
+        """Resume from a snapshot and return its notes. The number of ranks may differ; random
         states are restored only if it is equal. Raises UserError if the folder is not a snapshot of
         this model, and ValueError if a file is damaged."""
         ...

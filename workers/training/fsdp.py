@@ -1,4 +1,4 @@
-"""FsdpEngine: train `transformers` models with FSDP2 and optional tensor parallelism. A single
+"""FsdpEngine: trains `transformers` models with FSDP2 and optional tensor parallelism. A single
 process uses plain torch."""
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Options of glibc's `mallopt` (malloc.h)."""
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory. By default, glibc returns tensors above 32 MiB to the
-    kernel, which must clear each page before it is used again. Keeping it costs about 1 % more
-    memory. The setting affects the whole process. Under `Local()` that is the user's process."""
+    """Let the C library keep freed memory, at the cost of about 1 % more memory. By default, glibc
+    returns tensors above 32 MiB to the kernel, which must clear each page before its next use. The
+    setting affects the whole process; under `Local()`, that is the user's process."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
@@ -71,8 +70,8 @@ class FsdpEngine:
 
     A step's gradient is the gradient of the summed loss, divided by the count over all replicas. It
     does not depend on the number of ranks, the microbatches or the order of rows. A rank without
-    rows computes a token of weight zero, so that it takes part in collectives. Raises UserError if
-    the model cannot be trained, or cannot be split over the ranks.
+    rows joins collectives with a token of weight zero. Raises UserError if the model cannot be
+    trained, or cannot be split over the ranks.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class FsdpEngine:
     ) -> None:
         self.config, self.context, self.training = config, context, training
         self.steps = 0
-        """Number of applied optimizer steps."""
         self.device = rank_device(context)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -142,8 +140,7 @@ class FsdpEngine:
     def _of_tokens(
         self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a [1 or 2, T] float32 array (the head's outputs, then entropies), and
-        cu_seqlens."""
+        """Return the head's outputs, then entropies, as [1 or 2, T] float32; and cu_seqlens."""
         if (what == "values") == (self.head == "logprobs"):
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
@@ -165,7 +162,7 @@ class FsdpEngine:
 
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         rows = self._rows(batch, _columns_of(loss, batch))
-        # Each value of the loss belongs to a group or to a row.
+        # Each loss value belongs to a group or to a row.
         unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
         plan, _ = self._plan(rows, unit if loss.whole_groups else None)
         lengths = np.diff(rows.response[1])
@@ -188,8 +185,7 @@ class FsdpEngine:
             columns,
             self.device,
             vocabulary=self.vocabulary,
-            # Use the completed settings, because config.json may omit the limit if it is the
-            # default.
+            # config.json may omit a limit that is the default, so use the completed settings.
             context=context_of(self.model.causal_lm.config.to_dict()),
             owner=str(self.config.model),
             reads_last=self.head == "rewards",
@@ -218,9 +214,9 @@ class FsdpEngine:
     def _plan(
         self, rows: Microbatches, groups: np.ndarray | None = None, *numbers: float
     ) -> tuple[list[np.ndarray], np.ndarray]:
-        """Plan this rank's microbatches. Add empty ones where other ranks need this rank in
-        collectives. Rows with equal `groups` share a microbatch. Also return the `numbers` of all
-        replicas: [replicas, numbers]."""
+        """Plan this rank's microbatches, with empty ones where other ranks need this rank in
+        collectives. Rows with equal `groups` share a microbatch. Also return all replicas'
+        `numbers`: [replicas, numbers]."""
         packed = self.model.packs
         plan = rows.plan(self.microbatch_tokens, packed=packed, groups=groups)
         replicas = self._sharded.over_replicas(len(plan), *numbers)
@@ -254,7 +250,8 @@ class FsdpEngine:
         whole = last and self._count == 0
         self._count += float(counts.sum())
         parts: list[Metrics] = []
-        # Kept on the device: reading each loss would make the host wait in every microbatch.
+        # Kept on the device, because reading each loss would make the host wait in every
+        # microbatch.
         loss_total = torch.zeros((), device=self.device)
         # FSDP reduces the gradients of earlier calls only in a backward pass marked as the last
         # one, so run that pass even without new rows.
@@ -264,7 +261,7 @@ class FsdpEngine:
         routers = self.model.routers
         watched = nullcontext() if routers is None else routers.watched(self.device, balance)
         with watched as tally, self._sharded.precision():  # round parameters once for all microbatches
-            # The count is equal on all ranks, so either all ranks run the passes or none does.
+            # All ranks have the same count, so all or none run the passes.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
                 logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
@@ -272,7 +269,7 @@ class FsdpEngine:
                     loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
                     parts.append(metrics)
                 else:
-                    # Other ranks wait for this rank in the collectives of the backward pass.
+                    # Other ranks wait for this rank in the backward pass's collectives.
                     loss_sum = 0.0 * logprobs.sum()
                 (loss_sum * averaged).backward()
                 loss_total += loss_sum.detach()
@@ -351,7 +348,7 @@ class FsdpEngine:
             if limit is None or norm <= limit:
                 return None
             return f"the norm of the gradient is {norm:.4g}, above skip_above_grad_norm={limit:g}"
-        # This is a collective. All ranks reach it, because the norm is equal on all of them.
+        # All ranks reach this collective, because the norm is equal on all of them.
         loss = sum(self._sharded.over_replicas(self._loss_total)[:, 0].tolist()) / self._count
         return "the norm of the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
 
@@ -359,7 +356,6 @@ class FsdpEngine:
         return self._sharded.named_tensors()
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel.adapter_tensors`."""
         return self._sharded.adapter_tensors()
 
     def published_parts(self) -> Iterator[TensorPart]:
@@ -428,7 +424,6 @@ class FsdpEngine:
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return all tensors that training changes, including AdamW's state of each parameter."""
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():
@@ -441,7 +436,7 @@ class FsdpEngine:
         return state
 
     def _write_stored(self, stored: Snapshot, folder: Path) -> None:
-        """Write the model's folder from a snapshot; the model itself may have trained further."""
+        """Write the model's folder from a snapshot, because the model may have trained further."""
         only_adapter = self._sharded.adapter is not None
         dtype = torch.float32 if only_adapter else getattr(torch, self.config.dtype)
         names = [name for name in stored.shapes if name.startswith("model.")]
@@ -488,16 +483,15 @@ def _load_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[ShardedModel, ImageReader | None, int]:
-    """Load a model; it is sharded before its values are read. All ranks must call this function.
-    Also return the model's image processor, if it reads images, and the number of bytes that this
-    rank read from files."""
+    """Load a model, sharded before it reads its values. All ranks must call this function. Also
+    return its image processor, if it reads images, and the bytes that this rank read from files."""
     scalar, lora = head != "logprobs", training and training.lora
     again = training is not None and training.activation_checkpointing
     folder = node_folder(config.model, advance=context.advance)
     build = partial(
         build_causal_lm, config.model, folder, head, context.seed, activation_checkpointing=again
     )
-    # `plain` stays as `transformers` built it. It is the reference of the check below.
+    # `plain`, as `transformers` built it, is the reference of the check below.
     plain, skeleton = build(), build()
     weights = open_stored(config.model, folder, plain, share=(context.rank, context.world_size))
     response = ResponseModel(skeleton.causal_lm, scalar=scalar)
@@ -535,7 +529,6 @@ _BACKEND = "inductor"
 
 
 def compile_layers(model: ResponseModel, device: torch.device) -> None:
-    """Compile each layer of a model."""
     if model.routers is not None:
         raise UserError(
             f"compile=True: model {model.causal_lm.name_or_path!r} is a mixture of experts, "

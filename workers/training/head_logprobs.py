@@ -1,11 +1,11 @@
 """Log-probabilities and entropies of tokens, computed from hidden states.
 
-The logits of a batch (tokens x vocabulary) are by far its largest tensor. They are computed in
-chunks of tokens (`memory.py` decides their size), in the forward pass and again in the backward
-pass (StreamBP, arXiv:2506.03077). Each chunk's gradients are accumulated before the next chunk
-starts. Under tensor parallelism, each rank holds the head's rows for some of the token ids. Ranks
-exchange only four numbers per token in the forward pass, and the gradient of the hidden states in
-the backward pass (Vocabulary Parallelism, arXiv:2411.05288).
+The logits of a batch (tokens x vocabulary) are by far its largest tensor. This module computes them
+in chunks of tokens (`memory.py` sets their size), in the forward pass and again in the backward
+pass (StreamBP, arXiv:2506.03077), and accumulates each chunk's gradients before the next. Under
+tensor parallelism, each rank holds the head's rows for some of the token ids. Ranks exchange only
+four numbers per token in the forward pass, and the gradient of the hidden states in the backward
+pass (Vocabulary Parallelism, arXiv:2411.05288).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CACHED = 2**17
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How logits z follow from the products x of hidden states and the head's matrix (plus its
+    """How logits z follow from x, the products of hidden states and the head's matrix (plus its
     bias): z = factor * x, or with a soft cap z = softcap * tanh(factor * x / softcap) (Gemma 2,
     arXiv:2408.00118, section 2)."""
 
@@ -73,8 +73,8 @@ def head_logprobs(
         bias: [vocabulary], with a gradient and split like `weight`, or None.
         targets: [T] int64.
         temperatures: [T] float32 without a gradient, or None for 1.
-        entropy: whether entropies get a gradient. If not, they are returned only in passes with
-            gradients, where they cost little.
+        entropy: whether entropies get a gradient. If not, only passes with gradients return them,
+            because they cost little there.
         chunk: bytes of logits to compute at once; None selects a default for the device.
 
     Returns:
@@ -95,7 +95,7 @@ def head_logprobs(
 
 @dataclass(frozen=True)
 class _Shards:
-    """This rank's rows of a head that is split over ranks, from token id `first`."""
+    """This rank's rows of a split head, from token id `first`."""
 
     group: dist.ProcessGroup
     first: int
@@ -119,13 +119,12 @@ class _How:
     trains: bool
     entropies: bool
     entropy: bool
-    """Whether entropies have a gradient."""
     chunk: int
     """[bytes] Logits to compute at once."""
 
     @property
     def keeps_exponentials(self) -> bool:
-        """Whether the backward pass needs only the exponentials that the forward pass computed."""
+        """Whether the backward pass needs only the forward pass's exponentials."""
         return self.trains and not self.entropy and self.form.softcap is None
 
 
@@ -162,7 +161,7 @@ class _HeadLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
-        # Subtracting in this order avoids rounding errors if logits are large.
+        # Subtracting in this order avoids rounding errors with large logits.
         return chosen - largest - sums.log(), entropies
 
     @staticmethod
@@ -170,7 +169,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, scales, largest, sums, entropies = ctx.saved_tensors
         how: _How = ctx.how
         chunks, kept = _Chunks(hidden, weight, bias, scales, how), ctx.kept
-        # This backward pass overwrites the kept logits, so a second one must recompute them.
+        # This pass overwrites the kept logits, so a second backward pass must recompute them.
         ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
@@ -204,8 +203,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 class _Chunks:
     """The chunks of one pass through the head. They share buffers, because newly allocated pages
-    are slow. If logits are kept, there is one chunk; otherwise chunks have even sizes, because
-    products of few tokens are slow."""
+    are slow. Kept logits are one chunk; other chunks have even sizes, because small products are
+    slow."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
@@ -215,7 +214,7 @@ class _Chunks:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         row = self.dtype.itemsize * max(1, len(weight))
         self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
-        """Whether the backward pass reuses the logits of the forward pass."""
+        """Whether the backward pass reuses the forward pass's logits."""
         number = 1 if self.kept else -(-len(hidden) // max(1, how.chunk // row))
         self._size = max(1, -(-len(hidden) // max(1, number)))
         self._buffers: dict[str, Tensor] = {}
@@ -242,8 +241,7 @@ class _Chunks:
         return out if self.scales is None else out.mul_(self.scales[part, None])
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
-        """Return the derivative of the soft cap, 1 - tanh^2, as [t, vocabulary], or None without a
-        cap."""
+        """Return the soft cap's derivative, 1 - tanh^2, [t, vocabulary]; None without a cap."""
         cap = self.form.softcap
         if cap is None:
             return None
@@ -270,8 +268,7 @@ class _Chunks:
         of_weight: bool,
     ) -> Tensor | None:
         """Compute the gradient of these hidden states from the gradient of their products, and
-        store it. Return the float32 gradient of the weight, accumulated over earlier chunks and
-        this one."""
+        store it. Return the float32 gradient of the weight, summed over the chunks so far."""
         hidden = self.hidden[part]
         if hidden.dtype != self.dtype:
             gradient = self._buffer("rounded", len(gradient), hidden.dtype).copy_(gradient)
@@ -295,14 +292,13 @@ class _Chunks:
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return the bytes of logits to compute at once on a device."""
     return head_chunk_bytes(
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     )
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's part of the head. Ids of other ranks are out
+    """Return [T] targets as row numbers of this rank's part of the head; ids of other ranks are out
     of range."""
     return targets if shards is None else targets - shards.first
 
@@ -371,8 +367,8 @@ def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that fit into a CPU's cache for several operations. For a GPU or meta
-    tensors, a slice is a sixteenth of the rows, which keeps temporaries small."""
+    """Yield slices of rows that fit into a CPU's cache. On other devices, yield sixteenths of the
+    rows, to keep temporaries small."""
     rows = max(1, _CACHED // logits.shape[1])
     if logits.device.type != "cpu" or isinstance(logits, FakeTensor):
         rows = -(-len(logits) // 16)
@@ -405,10 +401,10 @@ def logprobs_of_any_head(
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
-    # Recompute chunks in the backward pass if their logits take too much memory to keep.
+    # Recompute chunks in the backward pass if their logits take too much memory.
     again = trains and 4 * len(targets) * vocabulary > KEPT_BYTES
     parts = []
-    # Run one chunk even without targets, because torch.cat needs at least one tensor.
+    # Run one chunk even without targets, because torch.cat needs a tensor.
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)
         arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])

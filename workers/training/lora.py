@@ -19,30 +19,29 @@ class Lora(Config):
     """Low-rank adaptation (arXiv:2106.09685): W + s B A, with frozen W and trained A [rank, in] and
     B [out, rank].
 
-    B starts at 0, so the first policy is the model itself. A is drawn from the run's seed,
-    independently of the number of ranks.
+    B starts at 0, so the first policy is the model itself. A depends on the run's seed, not on the
+    number of ranks.
     """
 
     rank: int = Field(default=16, ge=1, le=65_536)
-    """[rank] Rank of the product B A. Raise it if an adapter learns less than full training
-    would."""
+    """[rank] Rank of the product B A. Raise it if an adapter learns less than full training."""
     alpha: float = Field(default=32, ge=1)
-    """[factor] Numerator of the scale s = alpha / rank. Raise it with the rank to keep the scale of
-    the update. For rsLoRA at large ranks (arXiv:2312.03732), give a multiple of the rank's square
-    root: 32 * 128**0.5."""
+    """[factor] Numerator of the scale s = alpha / rank. Raise it with the rank to keep the scale.
+    For rsLoRA at large ranks (arXiv:2312.03732), multiply by the rank's square root: 32 *
+    128**0.5."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Linear layers to adapt, by the ends of their names, such as "q_proj" or "self_attn.q_proj".
-    "all-linear" selects all linear layers of the backbone, but not the head. Choose fewer layers
-    for a smaller adapter."""
+    "all-linear" selects all linear layers except heads and vision layers. Choose fewer for a
+    smaller adapter."""
     published: Literal["adapter", "merged"] | None = None
     """What followers receive: "adapter", which they add to the model in their own folder, or
-    "merged" weights, which lose small updates if rounded to bfloat16. None selects "adapter" if the
-    dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to "adapter"
-    to get an error if a follower cannot serve adapters."""
+    "merged" weights, which lose small updates when rounded to bfloat16. None selects "adapter" if
+    the dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to
+    "adapter" to get an error if a follower cannot."""
     dora: bool = False
     """Train the norm m of each row of the weight separately: m (W + s B A) / |W + s B A| (DoRA,
-    arXiv:2402.09353). Set it to come closer to full training. Steps take longer, because every
-    forward pass computes the whole matrix."""
+    arXiv:2402.09353). Set it to come closer to full training. Steps take longer: every forward pass
+    computes the whole matrix."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("published",))
     retired: ClassVar[Mapping[str, str]] = {
@@ -52,8 +51,7 @@ class Lora(Config):
     @field_validator("alpha")
     @classmethod
     def _is_an_integer_if_it_can_be(cls, alpha: float) -> float:
-        # Checkpoints compare alpha as text, and `peft` writes it to its settings, so 16.0 becomes
-        # 16.
+        # Checkpoints compare alpha as text, so 16.0 becomes 16.
         return int(alpha) if alpha == int(alpha) else alpha
 
     def is_on(self, name: str) -> bool:
@@ -82,8 +80,7 @@ class Lora(Config):
 
 
 def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> None:
-    """Check that each target is a suffix of some layer's name. The error names the closest layer
-    name.
+    """Check that each target is a suffix of some layer's name; the error names the closest.
 
     >>> check_targets(("q_prj",), ["layers.0.q_proj", "layers.0.k_proj"], "the model")
     Traceback (most recent call last):
@@ -98,8 +95,6 @@ def check_targets(targets: tuple[str, ...], layers: list[str], owner: str) -> No
 
 @dataclass(frozen=True)
 class _AdapterOff:
-    """An actor in the role of a graph's reference: the same model without its adapter."""
-
     actor: Any
 
     def logprobs(
@@ -109,9 +104,9 @@ class _AdapterOff:
 
 
 def adapter_off(actor: Any) -> _AdapterOff:
-    """Return the actor's model without its adapter as a reference. It costs a forward pass but no
-    memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if `actor`
-    is not a handle with `lora`."""
+    """Return the actor's model without its adapter as a reference, at the cost of a forward pass
+    but no memory: `grpo(..., actor=actor, reference=weft.adapter_off(actor))`. Raises UserError if
+    `actor` is not a handle with `lora`."""
     if not isinstance(actor, Handle) or getattr(actor.config, "lora", None) is None:
         raise UserError(f"adapter_off() takes a handle made with lora=weft.Lora(...), not {actor!r}")
     return _AdapterOff(actor)

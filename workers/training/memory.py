@@ -1,9 +1,9 @@
-"""Memory that a model needs in training: bytes of weights, gradients and moments. They are computed
-from the headers of the model's files, without torch.
+"""Estimates the bytes of weights, gradients and moments in training, from the headers of a model's
+files and without torch.
 
-Trained parameters, gradients and moments are float32 whatever the dtype of forward passes, except
-for 8-bit moments. Frozen parameters have the dtype of forward passes, as do the base weights of an
-adapter. FSDP shards everything evenly over the ranks of a group.
+Trained parameters, gradients and moments are float32 in every dtype of forward passes, except for
+8-bit moments. Frozen parameters, such as an adapter's base weights, have the dtype of forward
+passes. FSDP shards everything evenly over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -24,40 +24,33 @@ from .optimizer import OptimizerConfig
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_BYTES = 128 << 20
-"""Minimum number of bytes of logits to compute at once. A CPU uses this value."""
+"""Minimum bytes of logits to compute at once. A CPU uses this value."""
 GPU_CHUNK_SHARE = 1 / 64
 """Share of a GPU's memory that may hold the logits computed at once."""
 MOMENTS_BYTES = 256 << 20
-"""Bytes of offloaded moments to copy to the device at once. Two such parts are on the device at a
-time."""
+"""Bytes of offloaded moments to copy to the device at once; two such parts are there at a time."""
 KEPT_BYTES = 256 << 20
-"""Maximum number of bytes of logits to keep for the backward pass; larger logits are recomputed."""
+"""Maximum bytes of logits to keep for the backward pass; larger logits are recomputed."""
 BLOCKS = (256, 128, 64)
-"""Block sizes of 8-bit moments; each block has one scale. Weft uses the largest size that divides a
-row."""
+"""Block sizes of 8-bit moments, one scale each. Weft uses the largest that divides a row."""
 SMALL = 4096
 """Tensors with fewer elements keep float32 moments."""
 MISSING_TORCHAO = "moments='8bit' needs torchao, which is not installed: pip install 'weft[torchao]'"
 LAYERS_AT_ONCE = 4
-"""Number of layers' worth of memory on the device with layerwise gathering: two layers, each with
-an exchange buffer."""
+"""Layerwise gathering holds this number of layers: two, each with an exchange buffer."""
 GATHER_ONCE_BYTES = 2 << 30
-"""With gather="auto", ranks gather all parameters once a step if they take fewer bytes than
-this."""
+"""With gather="auto", ranks gather all parameters once a step if they take fewer bytes."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
 """Defaults of `ModelConfig.microbatch_tokens`."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes that determine a model's memory."""
-
     shapes: dict[str, tuple[int, ...]]
-    """Maps the name of each tensor in the model's files to its shape; tied tensors appear once."""
+    """Maps each tensor's name in the model's files to its shape; tied tensors appear once."""
     vocabulary: int
     layers: int
     tied: bool = False
-    """Whether the head shares the embedding's weights."""
 
     @property
     def parameters(self) -> int:
@@ -65,7 +58,7 @@ class ModelSize:
 
     @property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Maps the name of each linear layer's weight in the backbone to its shape."""
+        """Maps the name of each linear layer in the backbone to its weight's shape."""
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.shapes.items()
@@ -77,8 +70,8 @@ class ModelSize:
 
     def of_stages(self, number: int, chunks: int = 1) -> list[ModelSize]:
         """Return the size of each stage of a pipeline that cuts the layers evenly. The first stage
-        has the embeddings. The last stage has everything else outside the layers, and a copy of
-        tied embeddings."""
+        has the embeddings. The last has everything else outside the layers, and a copy of tied
+        embeddings."""
         cut = PipelineStages.equal(self.layers, number, chunks)
         return [self._of_stage(cut, stage) for stage in range(number)]
 
@@ -97,8 +90,8 @@ class ModelSize:
         return ModelSize(shapes, self.vocabulary, own, self.tied)
 
     def adapter(self, lora: Lora) -> list[tuple[int, ...]]:
-        """Return the shapes of an adapter's tensors: A and B of each layer, and the row norms of
-        DoRA."""
+        """Return the shapes of an adapter's tensors: A and B of each layer, and DoRA's row
+        norms."""
         found: list[tuple[int, ...]] = []
         for out, into in (shape for name, shape in self.matrices.items() if lora.is_on(name)):
             found += [(lora.rank, into), (out, lora.rank), *([(out,)] if lora.dora else [])]
@@ -107,7 +100,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Memory in bytes on one rank. Some fields exist only during a pass or an update."""
+    """Memory in bytes on one rank. Some fields exist only in a pass or an update."""
 
     weights: int
     gradients: int
@@ -121,9 +114,9 @@ class TrainingMemory:
     them, if the rank keeps only a shard."""
     outer_gradients: int
     """During an update with offload="everything": gradients of embeddings and head, and a copy of
-    them. They exist only after activations and gathered weights have been freed."""
+    them, after activations and gathered weights have been freed."""
     visiting: int
-    """During an update: offloaded moments while they are on the device."""
+    """During an update: offloaded moments on the device."""
     snapshot: int
     """On the host, from the first checkpoint on: the copy that a rank writes its files from."""
 
@@ -133,9 +126,9 @@ class TrainingMemory:
 
 
 def model_size(model: str | Path, *, scalar: bool = False) -> ModelSize:
-    """Read the sizes of a model's tensors from the headers of its files. `scalar` replaces the
-    model's head with a scalar one. Raises UserError if the model is damaged, and ValueError if it
-    has no safetensors files."""
+    """Read the sizes of a model's tensors from the headers of its files. `scalar` replaces the head
+    with a scalar one. Raises UserError if the model is damaged, and ValueError if it has no
+    safetensors files."""
     settings = text_settings(read_model_config(model))
     folder = find_model_config(model).parent
     shapes = {name: entry.shape for name, entry in stored_tensors(model, folder).items()}
@@ -164,7 +157,7 @@ def training_memory(
     lora: Lora | None,
     saves: bool,
 ) -> TrainingMemory:
-    """Return the memory on one rank of a group. The group trains the model, an adapter (`lora`), or
+    """Return the memory on one rank of a group that trains the model, an adapter (`lora`), or
     nothing, and may save checkpoints."""
     whole, width = size.parameters, BYTES[config.dtype]
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
@@ -176,7 +169,6 @@ def training_memory(
     rounds = config.dtype != "float32" and lora is None and trains
     alone = ranks == 1 and config.offload == "everything"
     outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
-    # Parameters that are gathered at the same time.
     if gathers_once(config, whole):
         at_once = whole
     elif alone:
@@ -187,7 +179,7 @@ def training_memory(
     if trains and lora is None and ranks > 1:
         exchanged = 2 * BYTES[config.gradients] * at_once
     elif trains and lora is None and alone:
-        # One layer's gradients, and the previous layer's gradients in the dtype of accumulation.
+        # One layer's gradients, and the previous layer's in the dtype of accumulation.
         exchanged = (width + BYTES[config.gradients]) * layer
         outer_gradients = 2 * FLOAT32 * outer
     return TrainingMemory(
@@ -203,8 +195,8 @@ def training_memory(
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
-    """Return the block size of a tensor's 8-bit moments, or None if its moments stay float32. `own`
-    is the length of a row on this rank.
+    """Return the block size of a tensor's 8-bit moments, or None if they stay float32. `own` is the
+    length of a row on this rank.
 
     >>> moment_block((151936, 896), 896), moment_block((896, 4864), 2432), moment_block((8192,), 8192), moment_block((64, 64), 32)
     (128, 128, None, None)
@@ -229,13 +221,11 @@ def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
 
 
 def head_chunk_bytes(gpu_bytes: int) -> int:
-    """Return the bytes of logits to compute at once. A GPU gets larger chunks, because short ones
-    would leave it idle."""
+    """Return the bytes of logits to compute at once. Small chunks would leave a GPU idle."""
     return max(CHUNK_BYTES, int(GPU_CHUNK_SHARE * gpu_bytes))
 
 
 def gathers_once(config: ModelConfig, parameters: int) -> bool:
-    """Return whether ranks gather all parameters at once instead of layer by layer."""
     if config.offload == "everything":
         return False
     return config.gather == "once" or (
@@ -248,7 +238,7 @@ def _embeddings(size: ModelSize) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
-    """Return the size of a checkpoint in bytes: parameters, moments, and the model's folder."""
+    """Return a checkpoint's size: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     folder = FLOAT32 if lora is not None else BYTES[config.dtype]
     return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)

@@ -1,6 +1,6 @@
 """Split the rows of an update into optimizer steps, and steps into microbatches.
 
-Plain arithmetic without torch, used by the training engine, the memory planner and the simulator.
+The training engine, the memory planner and the simulator share this code, which needs no torch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ STEPS = 128
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """The optimizer steps of one update: `epochs` passes over the rows, each split into
-    `minibatches` steps."""
+    """The optimizer steps of one update: `epochs` passes over the rows, each of `minibatches`
+    steps."""
 
     epochs: int = 1
     minibatches: int = 1
 
     @classmethod
     def of_node(cls, node: Node | None) -> OptimizerSteps:
-        """Return the optimizer steps of one call of this node; one step if the node updates
-        nothing."""
+        """Return the optimizer steps of one call of this node; one step if it updates nothing."""
         if node is None or not node.operation.updates:
             return cls()
         return cls(node.arguments.get("epochs", 1), node.arguments.get("minibatches", 1))
@@ -40,8 +39,7 @@ class OptimizerSteps:
     def cut(self, units: np.ndarray, key: Sequence[int]) -> list[np.ndarray]:
         """Return the rows of each step, as ascending indexes. Some steps are empty if there are
         fewer units than minibatches. Rows with the same unit ([rows] numbers from 0) stay together.
-        Each epoch shuffles the units with the seed `key`, because rows arrive in the order in which
-        they finished, short ones first.
+        Each epoch shuffles the units with the seed `key`, because short rows arrive first.
 
         >>> [rows.tolist() for rows in OptimizerSteps(epochs=2, minibatches=2).cut(np.array([0, 0, 1, 2]), key=(3,))]
         [[2, 3], [0, 1], [0, 1, 2], [3]]
@@ -61,13 +59,13 @@ class OptimizerSteps:
 def plan_microbatches(
     lengths: np.ndarray, max_tokens: int, *, packed: bool = False, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Split rows of these lengths ([rows] tokens) into microbatches of at most `max_tokens`. Return
-    the row indexes of each microbatch.
+    """Split rows of these lengths ([rows] tokens) into microbatches of at most `max_tokens`, and
+    return the row indexes of each.
 
-    Rows are sorted by length, longest first, to keep padding small. A row longer than the limit
-    gets its own microbatch. A `packed` row costs only its tokens, although attention may pad a
-    microbatch to at most twice `max_tokens`. Other rows cost as much as the longest row of their
-    microbatch. Rows with equal `groups` ([rows]) stay together and are sized as one unit.
+    The longest rows come first, to keep padding small. A row longer than the limit gets its own
+    microbatch. A `packed` row costs only its tokens, although attention may pad a microbatch to at
+    most twice `max_tokens`. Other rows cost as much as their microbatch's longest. Rows with equal
+    `groups` ([rows]) stay together, as one unit.
 
     >>> [rows.tolist() for rows in plan_microbatches(np.array([3, 9, 2, 8]), max_tokens=18)]
     [[1, 3], [0, 2]]
@@ -113,12 +111,11 @@ def even_microbatches(
     pads: bool,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray] | None:
-    """Distribute packed rows over `number` microbatches of similar cost. Place the most expensive
-    row first, each in the cheapest microbatch with room. Each row has a length and a cost
-    (`RowCost`), [rows] each. Return the row indexes of each microbatch, most expensive microbatch
-    first, or None if the rows do not fit. If attention `pads` rows to the longest of their
-    microbatch, padded tokens are limited to twice `max_tokens`. For `groups`, see
-    `plan_microbatches`.
+    """Distribute packed rows over `number` microbatches of similar cost: the most expensive rows
+    first, each into the cheapest microbatch with room. Each row has a length and a cost
+    (`RowCost`), [rows] each. Return the row indexes of each microbatch, most expensive first, or
+    None if the rows do not fit. If attention `pads` rows to their microbatch's longest, a
+    microbatch has at most twice `max_tokens` padded tokens. For `groups`, see `plan_microbatches`.
 
     Ranks compute microbatches in lockstep, so the duration of a step is a sum over k: the cost of
     the most expensive k-th microbatch on any rank. It is at least the total cost divided by the
@@ -148,7 +145,7 @@ def even_microbatches(
         part.rows += rows
         part.tokens, part.longest = part.tokens + tokens, max(part.longest, longest)
         part.cost += float(of_unit[unit])
-    # Ranks compute their k-th microbatches together, so sort them by cost to align similar ones.
+    # Ranks compute their k-th microbatches together, so sorting aligns those of similar cost.
     parts.sort(key=lambda part: -part.cost)
     return [np.array(part.rows) for part in parts if part.rows]
 
@@ -172,11 +169,11 @@ def level_microbatches(
     max_tokens: int,
 ) -> list[np.ndarray]:
     """Split rows into up to `number` microbatches (or `len(cut(max_tokens))` if that is more) of
-    similar size without changing the order of rows. Return the most expensive microbatch first.
-    `cut` splits the rows into microbatches of at most a given number of tokens.
+    similar size, most expensive first, without reordering rows. `cut` splits the rows into
+    microbatches of at most a given number of tokens.
 
-    This avoids full microbatches followed by a small one, which cost far more than the bound of
-    `even_microbatches` because the last microbatches of ranks differ.
+    Full microbatches followed by a small one would cost far more than the bound of
+    `even_microbatches`, because the last ones differ between ranks.
 
     >>> lengths = np.array([6, 5, 4, 3, 2, 1])
     >>> def cut(limit):
@@ -202,13 +199,11 @@ def level_microbatches(
 
 
 GAIN = 1 / 16
-"""Minimum share of the cost that prompt sharing must save, because it copies the shared tokens once
-more."""
+"""Minimum share of the cost that prompt sharing must save, because it copies the shared tokens."""
 _PADDED = 8
 """Limit on the padded keys of a microbatch's responses, as a multiple of its tokens."""
 _SEEN = 1 << 27
-"""Limit on the query-key pairs of a microbatch's responses; each pair takes one element of a
-mask."""
+"""Limit on the query-key pairs of a microbatch's responses, each one element of a mask."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +218,12 @@ class SharingCost:
 
     row: RowCost = field(default_factory=RowCost)
     masked: bool = True
-    """Whether attention computes all keys of a microbatch for each response, and masks those of
-    other rows. If not, the kernel skips those keys."""
+    """Whether attention computes all keys of a microbatch for each response and masks other rows'
+    keys, instead of skipping them in the kernel."""
 
     def shared(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> float:
-        """Return the cost in tokens of rows that share prompts; see `plan_shared` for the
-        arguments."""
+        """Return the cost in tokens of rows that share prompts; for the arguments see
+        `plan_shared`."""
         _, first, of_row, count = np.unique(
             same, return_index=True, return_inverse=True, return_counts=True
         )
@@ -240,8 +235,8 @@ class SharingCost:
         return float(alone + once + (own + 2 * seen / self.row.attention_length).sum())
 
     def pays(self, prompts: np.ndarray, after: np.ndarray, same: np.ndarray) -> bool:
-        """Return whether prompt sharing saves more than its copies cost; see `plan_shared` for the
-        arguments."""
+        """Return whether prompt sharing saves more than its copies cost; for the arguments see
+        `plan_shared`."""
         alone = float(self.row(prompts + after).sum())
         return self.shared(prompts, after, same) <= (1 - GAIN) * alone
 
@@ -253,11 +248,10 @@ def equal_prompts(
     cost: SharingCost,
     also: Sequence[bytes] | None = None,
 ) -> np.ndarray | None:
-    """Find rows with equal prompts. Return an id per row that is equal for equal prompts ([rows]
-    int64), or None if sharing is not worth its copies. `tokens` ([P] int32) are all prompts end to
-    end, delimited by the [rows + 1] bounds. `counts` ([rows]) are response tokens per row; rows
-    without any are not computed. `also` ([rows]) identifies other content that must be equal too,
-    such as images.
+    """Return an id per row that is equal for equal prompts ([rows] int64), or None if sharing is
+    not worth its copies. `tokens` ([P] int32) are all prompts end to end, delimited by the
+    [rows + 1] bounds. `counts` ([rows]) are response tokens per row; rows without any are free.
+    `also` ([rows]) identifies other content that must be equal, such as images.
 
     >>> equal_prompts(np.array([7, 8, 7, 8, 9]), np.array([0, 2, 4, 5]), np.array([1, 1, 1]), SharingCost()).tolist()
     [0, 0, 1]
@@ -279,13 +273,12 @@ def plan_shared(
     *,
     groups: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Split rows into microbatches of at most `max_tokens`, counting each shared prompt once.
-    Return the row indexes of each microbatch. Arguments are [rows] int64: tokens of the prompt,
-    tokens after the prompt, and `same`, which is equal for rows with equal prompts.
+    """Split rows into microbatches of at most `max_tokens`, counting each shared prompt once, and
+    return the row indexes of each. Arguments are [rows] int64: tokens of the prompt, tokens after
+    the prompt, and `same`, which is equal for rows with equal prompts.
 
-    Rows of a prompt stay together; prompts with the longest rows come first. If a prompt's rows
-    fill several microbatches, each computes the prompt. Rows with equal `groups` ([rows]) stay
-    together.
+    Prompts with the longest rows come first. Rows of a prompt stay together; if they fill several
+    microbatches, each computes the prompt. Rows with equal `groups` ([rows]) stay together.
 
     >>> rows = plan_shared(np.array([6, 6, 6, 2]), np.array([1, 2, 3, 5]), np.array([0, 0, 0, 1]), max_tokens=12)
     >>> [part.tolist() for part in rows]
@@ -299,7 +292,7 @@ def plan_shared(
     units = np.split(order, np.flatnonzero(np.diff(unit_of[order])) + 1)
     longest = np.zeros(int(same.max()) + 1, np.int64)
     np.maximum.at(longest, same, lengths)
-    # Sort units by prompt; the first row of a unit is its longest.
+    # Sort units by prompt; a unit's first row is its longest.
     units.sort(key=lambda rows: (-longest[same[rows[0]]], same[rows[0]], -lengths[rows[0]], rows[0]))
     parts: list[list[int]] = []
     filling = _Filling(max_tokens)

@@ -1,4 +1,4 @@
-"""Microbatches: split the rows of one call, and prepare each part for the model and the loss."""
+"""Microbatches: parts of a call's rows, prepared for the model and the loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Microbatches:
     """The rows of one call, on the host: their tokens, and the columns that a loss reads.
 
     A microbatch is an array of row indexes, `[rows]` int64. A rank with an empty microbatch only
-    takes part in the collectives of other ranks.
+    joins the collectives of other ranks.
     """
 
     prompt: tuple[np.ndarray, np.ndarray]
@@ -51,8 +51,7 @@ class Microbatches:
     """Columns with one value per row, [rows]."""
     device: torch.device
     reads_last: bool = False
-    """Whether the head reads the position of each response token, instead of the position before
-    it."""
+    """Whether the head reads the position of each response token, instead of the one before."""
     same_prompt: np.ndarray | None = None
     """[rows] int64, equal for rows that share a prompt. None disables sharing."""
     routes: list[np.ndarray] | None = None
@@ -74,10 +73,10 @@ class Microbatches:
         routers: Routers | None = None,
         images: ImageReader | None = None,
     ) -> Microbatches:
-        """Check the rows of a batch, and copy them together with the `columns` that the loss reads.
+        """Check the rows of a batch, and copy them with the `columns` that the loss reads.
 
         `owner` is the model's name in messages, `vocabulary` its number of token ids, and `context`
-        the most tokens that a row may have. `sharing` compares the cost with and without shared
+        a row's maximum number of tokens. `sharing` compares the cost with and without shared
         prompts; None disables sharing. `routers` replay the experts in the column `routes`; None
         lets the routers choose.
 
@@ -98,7 +97,7 @@ class Microbatches:
         temperatures = None
         if TEMPERATURE in batch:
             given = batch.numpy(TEMPERATURE)
-            # Rows sampled greedily (temperature 0) use the plain logits, like temperature 1.
+            # Greedy rows (temperature 0) use the plain logits, like temperature 1.
             if not np.isin(given, (0.0, 1.0)).all():
                 temperatures = np.where(given == 0, np.float32(1), given)
         ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
@@ -117,7 +116,7 @@ class Microbatches:
         same_prompt = None
         if sharing is not None:
             prompts = None
-            # samples of a prompt have different routes if weights changed between them
+            # routes of samples of a prompt differ if weights changed between them
             if routes is not None:
                 prompts = [
                     of[:length].tobytes()
@@ -131,8 +130,8 @@ class Microbatches:
     def plan(
         self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Split the rows that have a response into microbatches; rows with equal `groups` ([rows])
-        stay together."""
+        """Split the rows with a response into microbatches; rows with equal `groups` ([rows]) stay
+        together."""
         prompts, after = self._lengths()
         rows = np.flatnonzero(np.diff(self.response[1]))
         groups = None if groups is None else groups[rows]
@@ -174,16 +173,15 @@ class Microbatches:
         return cost.shared(prompts, after, self.same_prompt[part])
 
     def _lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return two counts per row: the tokens of the prompt, and the tokens after it that the
-        model reads. It reads all but the last, which is only predicted, or all if `reads_last` is
-        set."""
+        """Return two counts per row: the tokens of the prompt, and those after it that the model
+        reads: all but the last, or all with `reads_last`."""
         return np.diff(self.prompt[1]), np.diff(self.response[1]) - 1 + self.reads_last
 
     def inputs(
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
-        """Return the arguments of `ResponseModel` for a part. For an empty part they have one
-        token, whose result is ignored."""
+        """Return the arguments of `ResponseModel` for a part. An empty part gets one token, whose
+        result is ignored."""
         device = self.device
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -235,10 +233,10 @@ class Microbatches:
         self, part: np.ndarray, place: _Placement, prompts: np.ndarray, lengths: np.ndarray
     ) -> Routing:
         """Return the routing of a part's tokens, in the order of its placement. `prompts` and
-        `lengths` ([rows]) are the tokens of each row's prompt and of each complete row."""
+        `lengths` ([rows]) count the tokens of each row's prompt and of each complete row."""
         sharing = np.bincount(place.prompt_of, minlength=len(place.prompts))
         alone, after = int(lengths[place.alone].sum()), int((lengths - prompts)[place.shared].sum())
-        # A shared prompt's tokens count once for each row that has the prompt.
+        # A shared prompt's tokens count once for each of its rows.
         counts = np.concatenate([np.repeat(sharing, prompts[place.prompts]), np.ones(alone + after)])
         routes = None
         if self.routes is not None:
@@ -250,8 +248,8 @@ class Microbatches:
 
     def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
         """Return a part on the device, in the format that losses read. `entropy` is [T] float32
-        nats, or None if it was not computed. Without `part`, return all rows on the host, for the
-        loss to count."""
+        nats, or None if not computed. Without `part`, return all rows on the host, for the loss to
+        count."""
         cu_seqlens = self.response[1]
         if part is None:
             return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
@@ -269,11 +267,11 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Order of a microbatch's tokens: shared prompts, then complete rows, then the responses to
-    shared prompts."""
+    """Order of a microbatch's tokens: shared prompts, complete rows, responses to shared
+    prompts."""
 
     prompts: np.ndarray
-    """[prompts] int64: for each shared prompt, one row that has it."""
+    """[prompts] int64: one row of each shared prompt."""
     alone: np.ndarray
     """[complete rows] int64: rows that do not share a prompt."""
     shared: np.ndarray
@@ -288,7 +286,7 @@ class _Placement:
     @classmethod
     def of_rows(cls, prompts: np.ndarray, after: np.ndarray, same: np.ndarray | None) -> _Placement:
         """Place rows with these numbers of tokens in prompts and after prompts, [rows] int64 each.
-        `same` ([rows]) is equal for rows with equal prompts; None if no row shares its prompt."""
+        `same` ([rows]) is equal for rows with equal prompts; None shares no prompts."""
         firsts = shared = prompt_of = np.zeros(0, np.int64)
         alone = np.arange(len(prompts))
         if same is not None:
@@ -311,8 +309,7 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _ShownRows:
-    """The images of rows in encoded form, because the model's inputs for all of them would not fit
-    into memory."""
+    """The images of rows, encoded: all inputs of the model together would not fit into memory."""
 
     reader: ImageReader
     encoded: list[list[Any]]
@@ -371,7 +368,7 @@ def tokens_of(cu_seqlens: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def check_rows(batch: Batch, columns: Iterable[str]) -> None:
-    """Check prompts and column lengths first, so that errors name the row and the column."""
+    """Check prompts and column lengths, so that errors name the row and the column."""
     lengths = batch.lengths(RESPONSE_IDS)
     empty = np.flatnonzero((batch.lengths(PROMPT_IDS) == 0) & (lengths > 0))
     if len(empty):
@@ -390,7 +387,6 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
-    """Return the routes of each row, [tokens, layers, chosen] uint16."""
     values, starts = batch.ragged_numpy(ROUTES)
     wanted = (
         (batch.lengths(PROMPT_IDS) + batch.lengths(RESPONSE_IDS) - 1) * routers.layers * routers.chosen

@@ -11,13 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from ...dataflow.config import Config
 
 FINAL_RATIO = 0.1
-"""Final learning rate of a decay, relative to the peak. It is above 0, so that training goes on
-learning after the decay."""
+"""Final learning rate of a decay, relative to the peak; above 0, so that training can continue."""
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and the handling of
-    bad steps."""
+    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and bad steps."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """[rate] Peak learning rate. Raise it if the reward does not improve (adapters need about ten
@@ -28,28 +26,27 @@ class OptimizerConfig(Config):
     decay: Literal["constant"] | tuple[Literal["linear", "cosine"], int] = "constant"
     """Decay of the learning rate after the warm-up. "constant" keeps the peak rate. ("linear", 500)
     or ("cosine", 500) decays to a tenth of the peak at optimizer step 500 and stays there. Set one
-    if the length of the run is known: give its number of optimizer steps, or more to end at a
-    higher rate."""
+    if you know the run's number of optimizer steps; a larger number ends at a higher rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """[factor] Decoupled weight decay: each step subtracts learning_rate * weight_decay times each
     weight matrix; norms and biases do not decay. Raise it in supervised training on little data."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """[rate] Decay rates of AdamW's first and second moments. The second moments' default, 0.95,
-    averages over about 20 steps, because gradients change during a run; 0.999 averages over about
-    1,000. Change them to reproduce another recipe."""
+    """[rate] Decay rates of AdamW's first and second moments. 0.95 averages the second moments over
+    about 20 steps, because gradients change during a run; 0.999 averages over about 1,000. Change
+    them to reproduce another recipe."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """[norm] Maximum gradient norm; larger gradients are scaled down to it. None disables clipping.
-    Lower it if single batches destabilize training."""
+    """[norm] Maximum gradient norm; clipping scales larger gradients down to it. None disables
+    clipping. Lower it if single batches destabilize training."""
     skip_above_grad_norm: float | None = Field(default=None, gt=0)
-    """[norm] Treat a step as bad if its gradient norm before clipping is larger than this. With
-    None, only steps that are not finite are bad. Set it if rare batches ruin a run."""
+    """[norm] Treat a step as bad if its gradient norm before clipping is larger. With None, only
+    steps that are not finite are bad. Set it if rare batches ruin a run."""
     moments: Literal["float32", "8bit"] = "float32"
     """Storage format of AdamW's moments. "8bit" takes a quarter of the memory and rounds the
-    moments (arXiv:2110.02861). It requires torchao (`weft[torchao]`) and cannot be combined with
-    `offload`. Choose "8bit" if parameters and gradients fit on the GPUs but moments do not."""
+    moments (arXiv:2110.02861). It requires torchao (`weft[torchao]`), and cannot be combined with
+    `offload`. Choose it if parameters and gradients fit on the GPUs but moments do not."""
     stop_after_bad_steps: int = Field(default=3, ge=1)
-    """[optimizer steps] Stop the run after this number of consecutive bad steps. Bad steps are
-    never applied. Raise it if bad steps come in bursts and training recovers."""
+    """[optimizer steps] Stop the run after this number of consecutive bad steps, none of which is
+    applied. Raise it if bad steps come in bursts and training recovers."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "final_ratio": "the rate falls to a tenth; a decay over more steps ends higher",
@@ -85,7 +82,6 @@ class OptimizerConfig(Config):
         if self.decay == "constant":
             return self.learning_rate
         shape, steps = self.decay
-        # The rate stays at its final value after the decay.
         done = min(1.0, (step - self.warmup_steps) / (steps - self.warmup_steps))
         left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)

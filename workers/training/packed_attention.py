@@ -2,8 +2,8 @@
 
 All layers except attention look at one token at a time, so they process the [1, T] tokens of many
 rows directly. Attention either uses torch's variable-length kernel or pads to [rows, longest],
-which `plan_microbatches` limits to twice the tokens. A prompt that several rows share is computed
-once (`SharedPrompts`); its responses attend to its keys and values and to their own.
+which `plan_microbatches` limits to twice the tokens. A pass computes a prompt that several rows
+share once (`SharedPrompts`); the responses attend to the prompt's keys and values and to their own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .packed_sequences import PackedSequences, SharedPrompts
 
-# Variable-length attention: torch's kernel for rows end to end, without padding or masks. The
-# kernel runs on GPUs in half precision. It supports windows, grouped-query heads, and queries that
-# are the last tokens of longer rows of keys. It supports neither soft caps nor dropout.
+# Variable-length attention: torch's kernel for rows end to end, without padding or masks. It runs
+# on GPUs in half precision. It supports windows, grouped-query heads, and queries that are the last
+# tokens of longer rows of keys, but neither soft caps nor dropout.
 
 
 Kernel = Callable[..., Any]
 _ASKED = {"scale", "window_size", "enable_gqa"}
-"""Arguments that the kernel must accept; early torch releases lack some of them."""
+"""Arguments that the kernel must accept; early torch releases lack some."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -46,22 +46,20 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
 
 def takes(query: Tensor, softcap: float | None, dropout: float) -> bool:
-    """Return whether the kernel supports this input."""
     return query.dtype in _HALF and softcap is None and not dropout
 
 
 NAME = "weft_packed"
-"""Name of this attention in the registry of `transformers`."""
+"""This attention's name in the registry of `transformers`."""
 VARLEN = "weft_packed_varlen"
-"""Name of the variant that uses torch's variable-length kernel for inputs that the kernel
-supports."""
+"""The variant that uses torch's variable-length kernel for inputs that it supports."""
 _ALIGNED = 8
-"""Number of dimensions that a sink adds to the head size, because kernels want a multiple of 8."""
+"""Dimensions that a sink adds to the head size, because kernels want a multiple of 8."""
 _ATTENDS = {"full_attention", "sliding_attention"}
 
 
 def may_pack(causal_lm: Any) -> bool:
-    """Return whether a model's attention is declared replaceable, and its tokens interact nowhere
+    """Return whether a model declares its attention replaceable, and its tokens interact nowhere
     else (unlike in Mamba or chunked attention). `agreement.py` checks the actual results."""
     kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or _ATTENDS)
     return causal_lm._supports_attention_backend and not causal_lm._is_stateful and kinds <= _ATTENDS
@@ -78,8 +76,8 @@ def windows_reached_attention(causal_lm: Any, rows: PackedSequences) -> bool:
 
 
 def caps_scores(causal_lm: Any) -> bool:
-    """Return whether the model passes a soft cap to attention, which torch's own attention silently
-    ignores."""
+    """Return whether the model passes a soft cap to attention; torch's own attention silently
+    ignores it."""
     if not (causal_lm._supports_attention_backend and causal_lm._supports_sdpa):
         return False
     rows = PackedSequences.of_lengths([1], causal_lm.device)
@@ -124,10 +122,9 @@ def packed_attention(
         sliding_window: number of tokens that each token sees, including itself; None for all tokens
             before it.
         kernel: the variable-length kernel; None pads the rows instead.
-        softcap: replaces scores s by softcap * tanh(s / softcap) (arXiv:2408.00118, section 2);
-            None leaves them.
+        softcap: replaces scores s by softcap * tanh(s / softcap) (arXiv:2408.00118, section 2).
         s_aux: [heads] attention sinks (GPT-OSS): per head, the score of an extra key without a
-            value. None for no sinks.
+            value.
     """
     rows.windows.add(sliding_window)
     rows.softcaps.add(softcap)
@@ -159,8 +156,8 @@ class _Attend:
     window: int | None
     kernel: Kernel | None
     widens: bool
-    """Whether to compute padded attention in float32: in bfloat16 a CPU takes up to three times as
-    long."""
+    """Whether to compute padded attention in float32; a CPU takes up to three times as long in
+    bfloat16."""
     sinks: Tensor | None = None
 
     def in_rows(self, of_tokens: Sequence[Tensor], rows: PackedSequences) -> Tensor:
@@ -180,9 +177,9 @@ class _Attend:
     def after_prompts(
         self, first: Sequence[Tensor], after: Sequence[Tensor], rows: SharedPrompts
     ) -> Tensor:
-        """Compute attention of responses to their prompts and to themselves. Returns [tokens of
-        responses, heads, head size]. `first` holds queries, keys and values of all rows that begin
-        at position 0, prompts first; `after` holds those of the responses."""
+        """Compute attention of responses to their prompts and to themselves. Returns
+        [tokens of responses, heads, head size]. `first` holds queries, keys and values of all rows
+        that begin at position 0, prompts first; `after` holds those of the responses."""
         if (kernel := self._kernel(after)) is not None:
             of_tokens = (torch.cat(both) for both in zip(first[1:], after[1:], strict=True))
             key, value = (x.index_select(0, rows.tokens_of_complete) for x in of_tokens)
@@ -208,8 +205,8 @@ class _Attend:
         rows: PackedSequences,
         of_keys: PackedSequences,
     ) -> Tensor:
-        """Compute causal attention of [T] queries to [K] keys; `rows` and `of_keys` assign them to
-        rows. The queries of a row belong to its last tokens."""
+        """Compute causal attention of [T] queries to [K] keys, assigned to rows by `rows` and
+        `of_keys`. A row's queries belong to its last tokens."""
         return kernel(
             query.contiguous(),
             key.contiguous(),
@@ -219,7 +216,7 @@ class _Attend:
             rows.longest,
             of_keys.longest,
             scale=self.scaling,
-            # The kernel's window does not count the query itself; `sliding_window` does.
+            # The kernel's window excludes the query itself; `sliding_window` includes it.
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -264,11 +261,11 @@ def _attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]. Causal if
-    there is no mask. Soft caps are computed by formula, because torch has no kernel for them."""
+    """Compute attention, [B, L, heads, head size], from inputs [B, heads, L, head size]. Causal
+    without a mask. A formula computes soft caps, because torch has no kernel for them."""
     if softcap is None:
-        # Stands in for the model's module, which does not know that keys were repeated for ranks
-        # that share tokens.
+        # Stands in for the model's module, which does not know that ranks that share tokens repeat
+        # keys.
         groups: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
         return sdpa_attention_forward(
             groups, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=mask is None
@@ -316,8 +313,8 @@ class _Pack(torch.autograd.Function):
 
 
 class _PromptOfEach(torch.autograd.Function):
-    """[prompts, ...] -> [responses, ...]: repeat each prompt for its responses. Equal to
-    `index_select`, whose gradient is slow on a CPU if tensors are not contiguous."""
+    """[prompts, ...] -> [responses, ...]: repeat each prompt for its responses. The gradient of
+    `index_select` would be slow on a CPU if tensors are not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, prompts: Tensor, prompt_of_response: Tensor) -> Tensor:
@@ -344,8 +341,7 @@ def _with_kernel(
     return packed_attention(module, query, *others, kernel=find_kernel(query.device), **named)
 
 
-# Exclude attention from compilation. Lengths are Python numbers, so each microbatch would be
-# recompiled.
+# Lengths are Python numbers, so torch would recompile attention for each microbatch.
 _AS_IT_IS: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _AS_IT_IS(packed_attention))
 AttentionInterface.register(VARLEN, _AS_IT_IS(_with_kernel))

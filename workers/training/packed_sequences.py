@@ -1,4 +1,4 @@
-"""Rows of a microbatch, stored end to end. Indexes are computed on the host, so nothing waits for
+"""Rows of a microbatch, stored end to end, with indexes from the host, so that nothing waits for
 the device."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Copies to the device that do not block the host. A plain CUDA `tensor.to(device)` returns only
 # when the device has finished all earlier work. So the host would wait for the previous microbatch,
-# and then the device would wait for the host.
+# and then the device for the host.
 
 
 def to_device(known: Tensor | np.ndarray, device: torch.device) -> Tensor:
@@ -43,19 +43,18 @@ class PackedSequences:
     first: np.ndarray | None = None
     """[B] int64: position of each row's first token; None means 0 for all rows."""
     windows: set[int | None] = field(default_factory=set)
-    """Sliding windows that the model has passed to attention in this pass; None stands for no
-    window."""
+    """Sliding windows that attention got from the model in this pass; None means no window."""
     softcaps: set[float | None] = field(default_factory=set)
-    """Soft caps that the model has passed to attention in this pass; None stands for no cap."""
+    """Soft caps that attention got from the model in this pass; None means no cap."""
     exchange: Stretches | None = None
     """How ranks share the tokens of these rows; None if this rank has all tokens."""
     rounded: bool = False
     """Whether attention rounds queries, keys and values to bfloat16, as a reference for a
     half-precision kernel."""
     routing: Routing | None = None
-    """Instructions for the routers of a mixture of experts, if any."""
+    """Instructions for the routers of a mixture of experts."""
     shown: ImageInputs | None = None
-    """Images of the rows, with their places among the T tokens, if any."""
+    """Images of the rows, with their places among the T tokens."""
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> Self:
@@ -63,7 +62,6 @@ class PackedSequences:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens in the longest row."""
         return int(self.lengths.max())
 
     @property
@@ -73,18 +71,17 @@ class PackedSequences:
 
     @cached_property
     def are_alike(self) -> bool:
-        """Whether all rows have the same length, so that the packed and the padded layout are the
-        same."""
+        """Whether all rows have the same length, so that packed and padded layouts are equal."""
         return bool((self.lengths == self.longest).all())
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64: position of each token, as the model counts positions."""
+        """[T] int64: position of each token, as the model counts."""
         return self._on_device(self._packed_positions)
 
     @cached_property
     def padded_positions(self) -> Tensor:
-        """[B, longest] int64 positions. Padding repeats the last position of the row."""
+        """[B, longest] int64 positions; padding repeats the row's last position."""
         return self._on_device(self._padded_positions)
 
     def positions_by_row(self, *, padded: bool) -> list[Tensor]:
@@ -130,8 +127,6 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(PackedSequences):
-    """Shared prompts, then complete rows, then the responses to shared prompts."""
-
     num_prompts: int = 0
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[responses] int64: index of each response's prompt."""
@@ -153,7 +148,7 @@ class SharedPrompts(PackedSequences):
 
     @cached_property
     def beginnings(self) -> PackedSequences:
-        """Prompts and complete rows: all rows that begin at position 0."""
+        """Prompts and complete rows, which begin at position 0."""
         return PackedSequences(self.lengths[: len(self.lengths) - len(self.after)], self.device)
 
     @cached_property
@@ -171,8 +166,7 @@ class SharedPrompts(PackedSequences):
 
     @cached_property
     def tokens_of_complete(self) -> Tensor:
-        """[sum of `complete`] int64: for each token of `complete`, its index among the stored
-        tokens."""
+        """[sum of `complete`] int64: index of each token of `complete` among the stored tokens."""
         ends = np.cumsum(self.lengths)
         starts, of_prompts = ends - self.lengths, self.after
         of_responses = np.arange(len(self.lengths) - len(self.after), len(self.lengths))
@@ -187,9 +181,9 @@ class SharedPrompts(PackedSequences):
         return self._on_device(self.after)
 
     def sees(self, window: int | None) -> Tensor:
-        """Return the tokens that each response token attends to. With a window, these are at most
-        that many tokens, including itself; None means all tokens before it. Returns [responses,
-        longest response, longest prompt + longest response] bool."""
+        """Return the tokens that each response token attends to: with a window, at most that many,
+        including itself; with None, all tokens before it. Returns [responses, longest response,
+        longest prompt + longest response] bool."""
         if window not in self._seen:
             own = torch.arange(self.responses.longest, device=self.device)
             before = torch.arange(self.prompts.longest, device=self.device)
@@ -224,7 +218,7 @@ class SharedPrompts(PackedSequences):
 
 
 class Stretches:
-    """Splits tokens over the ranks of a process group; each rank has one contiguous stretch."""
+    """Splits tokens over the ranks of a process group, one contiguous stretch each."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -246,8 +240,8 @@ class Stretches:
 
     def to_heads(self, x: Tensor, heads: int) -> Tensor:
         """Turn [n, heads, size] of this rank's tokens into [ranks * n, heads / ranks, size]: all
-        tokens, but only this rank's heads. If the ranks cannot split grouped keys and values
-        evenly, repeat them."""
+        tokens, but only this rank's heads. Repeats grouped keys and values that the ranks cannot
+        split evenly."""
         if x.shape[1] % self.ranks:
             x = x.repeat_interleave(heads // x.shape[1], 1)
         return _Exchange.apply(x, self.group, self.ranks, 1, 0)
@@ -257,8 +251,8 @@ class Stretches:
         return _Exchange.apply(x, self.group, self.ranks, 0, 1)
 
     def gather(self, of_tokens: Tensor, counts: list[int]) -> Tensor:
-        """Concatenate the results of all ranks, `counts[rank]` from each; all ranks get the same
-        tensor. Gradients go to the rank that computed the result."""
+        """Concatenate the results of all ranks, `counts[rank]` from each, on every rank. Gradients
+        go to the rank that computed the result."""
         return _Gather.apply(of_tokens, self, counts)
 
 
@@ -268,7 +262,7 @@ def join_stretches(ranks: int) -> Stretches:
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
-        # torch requires every rank to create every group, including groups of other ranks.
+        # torch requires every rank to create every group, including other ranks' groups.
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = Stretches(group)
@@ -277,8 +271,8 @@ def join_stretches(ranks: int) -> Stretches:
 
 
 class _Exchange(torch.autograd.Function):
-    """Cut a tensor along one dimension, exchange the pieces between ranks, and join the received
-    pieces along another dimension."""
+    """Exchange the pieces of a tensor, cut along one dimension, between ranks, and join the
+    received pieces along another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, cut: int, join: int) -> Tensor:
@@ -309,6 +303,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # Every rank computes the same loss, so adding the gradients of other ranks would count it
-        # more than once.
+        # Every rank computes the same loss, so adding other ranks' gradients would count it
+        # repeatedly.
         return gradients[0][ctx.own], None, None

@@ -1,8 +1,7 @@
 """Pipeline schedules as data: the order of the forward and backward passes of each stage.
 
-A model is cut into `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages`
-of stage `k % stages`. Each microbatch passes forward through all pieces, and backward in the
-opposite order.
+A model has `stages * chunks` pieces of consecutive layers. Piece k is chunk `k // stages` of stage
+`k % stages`. Each microbatch passes forward through all pieces, then backward.
 
     gpipe                      all forward passes, then all backward ones (arXiv:1811.06965)
     one_forward_one_backward   after a warm-up, alternate forward and backward passes
@@ -30,7 +29,7 @@ from ...dataflow.errors import UserError
 
 
 class Pass(NamedTuple):
-    """One forward or backward pass of a microbatch through a chunk of a stage."""
+    """A forward or backward pass of a microbatch through a chunk of a stage."""
 
     microbatch: int
     chunk: int = 0
@@ -43,8 +42,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The passes of every stage, in order. Raises UserError if a stage runs a pass twice or not at
-    all, or if stages deadlock."""
+    """The passes of every stage, in order. Raises UserError if a stage does not run each pass once,
+    or if stages deadlock."""
 
     stages: int
     microbatches: int
@@ -82,15 +81,15 @@ class PipelineSchedule:
         return (self.stages - 1) / (self.chunks * self.microbatches)
 
     def in_flight(self, stage: int) -> int:
-        """Return the largest number of activations that a stage holds at the same time. Each
-        forward pass of a microbatch through a chunk leaves one activation for the backward pass."""
+        """Return the most activations that a stage holds at the same time. Each forward pass of a
+        microbatch through a chunk leaves one activation for the backward pass."""
         kept = np.cumsum([-1 if one.backward else 1 for one in self.passes[stage]])
         return int(kept.max(initial=0))
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the GPipe schedule: all forward passes, then all backward passes in the same order of
-    microbatches. A stage holds the activations of all microbatches at the same time."""
+    """Return the GPipe schedule: all forward passes, then all backward passes in the same order. A
+    stage holds the activations of all microbatches at the same time."""
     _check_sizes(stages, microbatches)
     order = [Pass(microbatch) for microbatch in range(microbatches)]
     own = (*order, *(one._replace(backward=True) for one in order))
@@ -146,7 +145,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
         for chunk in reversed(range(chunks))
         for k in range(stages)
     ]
-    # Without at least these forward passes, later stages would idle before the first backward pass.
+    # With fewer forward passes, later stages would idle before the first backward pass.
     least = (chunks - 1) * stages
     warm_up = [min(2 * (stages - stage - 1) + least, len(forth)) for stage in range(stages)]
     passes = tuple(_warmed_up(forth, back, first) for first in warm_up)
@@ -155,13 +154,11 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """Times of a schedule's passes."""
-
     seconds: float
-    """Time from the first pass to the end of the last one."""
+    """From the first pass to the end of the last one."""
     busy_s: tuple[float, ...]
     ends_s: tuple[dict[Pass, float], ...]
-    """End time of each pass, one mapping per stage."""
+    """Maps each pass to its end time, one mapping per stage."""
 
     @property
     def bubble(self) -> float:
@@ -176,8 +173,8 @@ def run(
     backward_s: ArrayLike = 2.0,
     transfer_s: ArrayLike = 0.0,
 ) -> PipelineRun:
-    """Simulate a schedule. Each stage runs its passes in order, and starts each one as soon as its
-    input has arrived.
+    """Simulate a schedule. Each stage runs its passes in order, each as soon as its input has
+    arrived.
 
     A forward pass needs the output of the previous piece; a backward pass needs the gradient of the
     next piece. Transfers overlap with computation; data that stays on a stage arrives at once.
@@ -229,16 +226,15 @@ def run(
 
 
 def _needed(one: Pass, piece: int, pieces: int) -> Iterable[int]:
-    """Return the pieces that must process the same microbatch first. For a backward pass, these
-    include its own piece, whose forward pass must come first."""
+    """Return the pieces that must process the microbatch first. A backward pass needs the forward
+    pass of its own piece too."""
     if not one.backward:
         return (piece - 1,) if piece else ()
     return (piece, piece + 1) if piece + 1 < pieces else (piece,)
 
 
 def _warmed_up(forth: list[Pass], back: list[Pass], warm_up: int) -> tuple[Pass, ...]:
-    """Return the passes of a stage: warm-up forward passes, then alternating passes, then the
-    remaining backward passes."""
+    """Return the passes of a stage: warm-up forward passes, alternating passes, backward passes."""
     steady = [one for pair in zip(forth[warm_up:], back, strict=False) for one in pair]
     return (*forth[:warm_up], *steady, *back[len(forth) - warm_up :])
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 # Ropes whose frequencies depend on the length of a sequence (longrope, dynamic NTK). `transformers`
-# uses the longest position of all rows, which it reads from the device. Weft gives each row
-# separately to a copy of the model's module on the host. So every row gets its own frequencies, and
-# nothing waits for the device.
+# uses the longest position of all rows, which it reads from the device. Weft calls a copy of the
+# model's module on the host for each row, so that every row gets its own frequencies and nothing
+# waits for the device.
 
 
 def follows_length(model: nn.Module) -> bool:
-    """Return whether the frequencies of the model's rope depend on the length of the sequence."""
+    """Return whether the frequencies of the model's rope depend on a sequence's length."""
     return any(_follows_length(module) for module in model.modules())
 
 
@@ -57,8 +57,8 @@ class _RopesByRow:
         across = len(position_ids) == 1
         parts = []
         for row in self.rows.positions_by_row(padded=not across):
-            # The rope keeps the frequencies of a long row until it gets a short one; this call
-            # resets it.
+            # The rope keeps a long row's frequencies until it gets a short one; this call resets
+            # it.
             rope(like, torch.zeros_like(row[:, :1]), *args, **kwargs)
             parts.append(rope(like, row, *args, **kwargs))
         found = (torch.cat(each, dim=1 if across else 0) for each in zip(*parts, strict=True))
@@ -74,10 +74,10 @@ def _follows_length(module: nn.Module) -> bool:
 class ResponseModel(nn.Module):
     """Backbone and head of a `transformers` causal language model.
 
-    If `packs` is set, rows are stored end to end. Otherwise they are padded on the right. Attention
-    is causal, so no real token sees padding; no mask is needed, and the fastest attention kernel
-    applies. `agreement.py` finds out which of these a model supports. Raises UserError if the model
-    has no backbone that Weft can find.
+    With `packs`, rows lie end to end; otherwise the model pads them on the right. Attention is
+    causal, so no real token sees padding. Rows need no mask, and the fastest attention kernel
+    applies. `agreement.py` finds out what a model supports. Raises UserError if Weft cannot find
+    the model's backbone.
     """
 
     def __init__(self, causal_lm: Any, *, scalar: bool = False) -> None:
@@ -86,30 +86,27 @@ class ResponseModel(nn.Module):
         self.scalar = scalar
         self.sees = is_type_that_sees(causal_lm.config)
         self.backbone_name = _find_backbone(causal_lm)
-        # Padding without a mask is correct here, and this check of `transformers` would read tokens
-        # from the device.
+        # Padding needs no mask here, and this check of `transformers` would read tokens from the
+        # device.
         self.backbone.warn_if_padding_and_no_attention_mask = lambda *_: None
         self.packs = False
-        """Whether the cost of a microbatch is its number of tokens, rather than its number of rows
-        times the longest row."""
+        """Whether a microbatch costs its tokens, rather than rows times the longest row."""
         self.shares_prompts = False
         """Whether rows can share the tokens of a prompt."""
         self.stretches: Stretches | None = None
-        """How ranks share the tokens of a microbatch; None if each rank has its own tokens."""
+        """How ranks share the tokens of a microbatch; None if each has its own."""
         self.head_form: HeadForm | None = None
-        """How logits follow from the products of hidden states and head; None if they follow in
-        some other way."""
+        """How logits follow from the products of hidden states and head; None if in some other
+        way."""
         self.routers: Routers | None = None
-        """Routers of a mixture of experts; None if there are none, or Weft cannot access them."""
+        """Routers of a mixture of experts; None if Weft cannot access any."""
         self.ropes: _RopesByRow | None = None
-        """Ropes that depend on a row's length; None if there are none, or if they see all rows
-        together."""
+        """Length-dependent ropes; None without any, or if they see all rows together."""
         self.chunk_bytes: int | None = None
         """Bytes of logits to compute at once; None selects a default for the device."""
 
     @property
     def backbone(self) -> Any:
-        """The model without its head."""
         return getattr(self.causal_lm, self.backbone_name)
 
     @property
@@ -123,8 +120,7 @@ class ResponseModel(nn.Module):
         return self.causal_lm.score if self.scalar else None
 
     def put_ropes_by_row(self) -> None:
-        """Make ropes that depend on a row's length compute one row at a time. Changes the model in
-        place."""
+        """Make length-dependent ropes compute one row at a time, in place."""
         if self.ropes is None and follows_length(self.causal_lm):
             self.ropes = _RopesByRow(self.causal_lm)
 
@@ -137,7 +133,7 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probabilities of target tokens or the outputs of a scalar head, which
+        """Return the log-probabilities of target tokens, or the outputs of a scalar head, which
         ignores targets and temperatures.
 
         Args:
@@ -147,9 +143,9 @@ class ResponseModel(nn.Module):
                 positions that a scalar head reads. On the host; ascending if ranks share tokens.
             targets: [T] int64.
             temperatures: [T] float32: divisors of the logits; None for 1.
-            entropy: whether to return the entropy of each predicting distribution with a gradient.
-                If not, it has no gradient, and is returned only in passes with gradients, which
-                compute the logits anyway.
+            entropy: whether to return entropies of the predicting distributions with a gradient. If
+                not, passes with gradients return them without one, because they compute the logits
+                anyway.
 
         Returns:
             ([T] float32 log-probabilities in nats, or outputs of the scalar head; [T] float32
@@ -195,7 +191,7 @@ class ResponseModel(nn.Module):
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
-            # Other ranks wait for this rank in the exchanges of the backward pass.
+            # Other ranks wait for this rank in the backward pass's exchanges.
             values = values + 0.0 * hidden[0, 0]
         return values, None if entropies is None else stretches.gather(entropies, counts)
 
@@ -203,8 +199,8 @@ class ResponseModel(nn.Module):
         return self.causal_lm.score(hidden.float())[:, 0]  # half precision is too coarse for values
 
     def run_backbone(self, input_ids: Tensor, rows: PackedSequences) -> tuple[Any, Tensor]:
-        """Run the model without its head on [N] int64 tokens, row after row. Return the outputs of
-        the backbone, and the [N, hidden] states of the tokens."""
+        """Run the model without its head on [N] int64 tokens, row after row. Return the backbone's
+        outputs, and the [N, hidden] states of the tokens."""
         if self.routers is not None:
             routing = rows.routing
             if routing is not None and not self.packs:
@@ -273,11 +269,9 @@ class ResponseModel(nn.Module):
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """Return [T, vocabulary] logits for [T, hidden] states, as the model computes them after
-        its backbone. `outputs` are a result of the backbone; the method replaces their hidden
-        states."""
+        its backbone. Replaces the hidden states of `outputs`, a result of the backbone."""
         given = replace(outputs, last_hidden_state=hidden[None])
-        # Copy the model, sharing everything except the backbone, so that other threads see it
-        # unchanged.
+        # Copy the model, sharing all but the backbone, so that other threads see it unchanged.
         headed = object.__new__(type(self.causal_lm))
         headed.__dict__ = {
             **self.causal_lm.__dict__,

@@ -1,11 +1,9 @@
-"""Routers of a mixture of experts: find them, record which experts they choose, and replay given
-choices.
+"""Routers of a mixture of experts: find them, record which experts they choose, and replay choices.
 
 The routers of `transformers` compute scores and choose experts with `torch.topk`. This module
-intercepts only the `topk` call. For router replay (arXiv:2510.11370), it returns the experts that
-the generator used, with the model's own scores. Weights and gradients then follow as usual. There
-is no list of model families: `find_routers` observes a pass, and `agreement.py` checks that the
-model follows replayed choices.
+intercepts only the `topk` call. For router replay (arXiv:2510.11370), it returns the generator's
+experts with the model's own scores. There is no list of model families: `find_routers` observes a
+pass, and `agreement.py` checks that the model follows replayed choices.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from ..models.model_folder import num_experts
 
 # Load-balancing loss: E * sum over experts e of f_e * P_e (arXiv:2101.03961, equations 4 to 6). f_e
 # is the share of tokens sent to e, and P_e the mean probability of e. Both are means over all
-# tokens of a step, all ranks and all layers, as in `load_balancing_loss_func` of `transformers`. If
-# f is known, the loss is a sum over tokens. So Weft computes f first, from replayed routes or in a
-# pass without gradients.
+# tokens of a step, all ranks and all layers, as in `load_balancing_loss_func` of `transformers`.
+# With a known f, the loss is a sum over tokens. So Weft computes f first, from replayed routes or
+# in a pass without gradients.
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,10 @@ class Balance:
 
     coefficient: float
     frequencies: Tensor
-    """[experts] float64: how often each token is sent to each expert, on average."""
+    """[experts] float64: how often each expert gets a token, on average."""
     scale: float = 1.0
     added: set[int] = field(default_factory=set)
-    """Routers whose passes carry the gradient of the loss."""
+    """Routers whose passes add the gradient of the loss."""
     reached: set[int] = field(default_factory=set)
     """Routers in `added` that a backward pass has reached."""
 
@@ -52,8 +50,8 @@ class Balance:
     def of_step(cls, coefficient: float, loads: Tensor, *, chosen: int, weight: float) -> Balance:
         """Return the balance for the loss of one step. `loads` ([experts] float64, on the model's
         device) are the tokens sent to each expert in the step, summed over all layers and ranks;
-        each token has `chosen` experts. `weight` is a divisor that is later applied to the
-        gradient.
+        each token has `chosen` experts. `weight` is the divisor that the engine later applies to
+        the gradient.
 
         >>> Balance.of_step(0.5, torch.tensor([3.0, 1.0]), chosen=1, weight=8.0)
         Balance(coefficient=0.5, frequencies=tensor([0.7500, 0.2500]), scale=4.0, added=set(), reached=set())
@@ -70,8 +68,7 @@ class Balance:
 
 
 class _Tally:
-    """Statistics of what `routers` routers chose in some passes. Sums are over tokens; a token that
-    several rows share counts once per row."""
+    """Sums over the tokens of some passes. A token that several rows share counts once per row."""
 
     def __init__(self, routers: int, experts: int, device: torch.device, *, have_logits: bool) -> None:
         make = partial(torch.zeros, dtype=torch.float64, device=device)
@@ -83,8 +80,7 @@ class _Tally:
         """Entropy of the router probabilities in nats, summed over tokens and routers."""
         self.tokens = make(1)
         self.moved = make(1)
-        """Number of tokens, summed over routers, whose replayed experts differ from the router's
-        own choice."""
+        """Tokens with other replayed experts than the router's choice, over all routers."""
         self._have_logits = have_logits
 
     def add_taken(self, router: int, taken: Tensor, counts: Tensor) -> None:
@@ -101,7 +97,7 @@ class _Tally:
 
     @torch.no_grad()
     def add_logits(self, logits: Tensor, counts: Tensor) -> None:
-        """Add a router's probabilities and entropies, computed from its logits [..., experts]."""
+        """Add a router's probabilities and entropies, from its logits [..., experts]."""
         logprobs = logits.float().log_softmax(-1).flatten(0, -2)
         self.probabilities += counts.to(self.loads) @ logprobs.exp().to(self.loads)
         self.entropy -= counts @ (logprobs.exp() * logprobs).sum(-1)
@@ -118,7 +114,7 @@ class _Tally:
         tokens = self.tokens.item()
         if not tokens:
             return {}
-        # Load of the busiest expert divided by the mean load, for each router.
+        # Load of each router's busiest expert divided by the mean load.
         loads = self.loads.amax(1) / self.loads.mean(1)
         metrics: dict[str, Metric] = {
             "expert_load": Mean(float(loads.mean()) * tokens, tokens),
@@ -134,7 +130,7 @@ class _Tally:
 
 
 class _Balanced(torch.autograd.Function):
-    """Return the tensor `carrier`. Its backward pass also adds the gradient of a balance to
+    """Returns the tensor `carrier`. The backward pass also adds the gradient of a balance to
     `logits` ([..., experts] for N tokens, with counts [N] float32)."""
 
     @staticmethod
@@ -154,8 +150,8 @@ class _Balanced(torch.autograd.Function):
 
 
 def balance_gradient(logits: Tensor, counts: Tensor, balance: Balance) -> Tensor:
-    """Return the gradient of the load-balancing loss with respect to the router logits, [...,
-    experts]: p_j (f_j - sum_e f_e p_e), times the factors of `balance` and the counts [N]."""
+    """Return the gradient of the load-balancing loss with respect to the router logits,
+    [..., experts]: p_j (f_j - sum_e f_e p_e), times the factors of `balance` and the counts [N]."""
     own = logits if logits.dtype == torch.float64 else logits.float()
     probabilities = own.softmax(-1)
     frequencies = balance.frequencies.to(own)
@@ -170,17 +166,15 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Router:
-    """A module that chooses experts for a layer."""
-
     module: str
     layer: int
     call: int
-    """Number of the `torch.topk` call over all experts that chooses them; earlier calls choose
-    groups."""
+    """Number of the `torch.topk` call that chooses experts; earlier calls choose groups of
+    experts."""
     chosen: int
     logits: int | None
-    """Index of the module's output that `transformers` declares as its logits; None if it declares
-    none."""
+    """Index of the module's output that `transformers` declares as its logits; None if
+    undeclared."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +197,8 @@ class Routing:
         return Routing(counts, routes)
 
     def shard(self, share: Callable[[Tensor], Tensor], missing: int) -> Routing:
-        """Return this rank's part of the routing. `share` returns the rank's part of a [N +
-        missing, ...] tensor."""
+        """Return this rank's part of the routing. `share` returns the rank's part of a
+        [N + missing, ...] tensor."""
         routes = self.routes
         if routes is not None:
             routes = share(torch.cat([routes, _any_experts(routes, missing)]))
@@ -217,9 +211,9 @@ def _any_experts(like: Tensor, tokens: int) -> Tensor:
 
 
 class Routers:
-    """The routers of a model, found by `find_routers`. They get instructions for each forward pass,
-    which also hold in its backward pass if that recomputes layers. The constructor replaces their
-    forward methods."""
+    """The routers of a model, found by `find_routers`. The constructor replaces their forward
+    methods, which then follow instructions for each forward pass, also when its backward pass
+    recomputes layers."""
 
     def __init__(self, causal_lm: Any, routers: tuple[Router, ...]) -> None:
         settings = causal_lm.config.get_text_config()
@@ -230,9 +224,9 @@ class Routers:
         self.tally: _Tally | None = None
         """If set, collects statistics of the next passes."""
         self.balance: Balance | None = None
-        """If set, is added to the gradients of the next passes."""
+        """If set, adds its gradient to those of the next passes."""
         self.taken: list[Tensor | None] | None = None
-        """If a list, each layer's experts in the last pass are recorded here, [tokens, chosen]."""
+        """If a list, the last pass records each layer's experts here, [tokens, chosen]."""
         self._routing: Routing | None = None
         self._seen: set[int] = set()
         self._modules: list[Any] = [causal_lm.get_submodule(router.module) for router in routers]
@@ -240,13 +234,11 @@ class Routers:
             module.forward = partial(self._route, number, router, module.forward)
 
     def remove(self) -> None:
-        """Restore the original forward methods."""
         for module in self._modules:
             del module.forward
 
     @property
     def have_logits(self) -> bool:
-        """Whether the logits of all routers are accessible."""
         return all(router.logits is not None for router in self.routers)
 
     def begin_pass(self, routing: Routing | None) -> None:
@@ -258,7 +250,7 @@ class Routers:
     @contextmanager
     def watched(self, device: torch.device, balance: Balance | None = None) -> Iterator[_Tally]:
         """Inside the context, collect statistics of passes, and add the gradient of `balance` to
-        the gradients of these passes."""
+        theirs."""
         tally = _Tally(len(self.routers), self.experts, device, have_logits=self.have_logits)
         self.tally, self.balance = tally, balance
         try:
@@ -286,8 +278,8 @@ class Routers:
         return torch.stack([none if found is None else found for found in self.taken], 1)
 
     def loads(self, routes: Iterable[np.ndarray]) -> np.ndarray:
-        """Return the number of tokens sent to each expert, over all layers with a router, as
-        [experts] int64. `routes` has the routes of each row, [tokens, layers, chosen]."""
+        """Return the number of tokens sent to each expert over all routers, [experts] int64.
+        `routes` has the routes of each row, [tokens, layers, chosen]."""
         layers = [router.layer for router in self.routers]
         taken = [of_row[:, layers].ravel().astype(np.int64) for of_row in routes]
         return np.bincount(np.concatenate([np.empty(0, np.int64), *taken]), minlength=self.experts)
@@ -311,8 +303,8 @@ class Routers:
             self.tally.add_logits(logits, counts)
         if self.balance is None or not logits.requires_grad:
             return outputs
-        # Attach the gradient to the output that the layer uses, because the backward pass may not
-        # reach another one.
+        # Attach the gradient to the output that the layer uses; the backward pass may not reach
+        # others.
         others = (at for at, x in enumerate(whole) if at != router.logits and x.requires_grad)
         carrier = next(others, router.logits)
         carried: Any = _Balanced.apply(whole[carrier], logits, counts, self.balance, number)
@@ -322,7 +314,7 @@ class Routers:
     def _choose(
         self, number: int, router: Router, again: bool, scores: Tensor, topk: Callable[[], Any]
     ) -> Any:
-        """Return what `torch.topk` would return: [..., chosen] scores and indexes of experts."""
+        """Return the result for `torch.topk`: [..., chosen] scores and indexes of experts."""
         routes = None if self._routing is None else self._routing.routes
         if routes is None:
             found = topk()
@@ -351,8 +343,8 @@ class Routers:
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Passes each `torch.topk` call over all experts to `answer`, with the call's number and
-    scores, and returns its result."""
+    """Passes each `torch.topk` call over all experts to `answer`, with its number and scores, and
+    returns the answer."""
 
     def __init__(self, experts: int, answer: Callable[[int, Tensor, Callable[[], Any]], Any]) -> None:
         super().__init__()
@@ -371,9 +363,8 @@ class _TopkOverride(TorchFunctionMode):
 
 def find_routers(causal_lm: Any, run: Callable[[], object]) -> tuple[tuple[Router, ...], Tensor]:
     """Find the routers of a model, in the order of its layers, and the experts that they choose in
-    a pass over T tokens. `run` runs the pass. The experts are [T, layers, chosen] int64, as in
-    `Routers.routes`. Both results are empty if a layer has several modules that choose, or if a
-    module's name has no layer number."""
+    `run`, a pass over T tokens: [T, layers, chosen] int64, as in `Routers.routes`. Both results are
+    empty if a layer has several modules that choose, or if a module's name has no layer number."""
     settings = causal_lm.config.get_text_config()
     experts, nothing = num_experts(settings), ((), torch.zeros(0, 0, 0, dtype=torch.int64))
     if experts is None:

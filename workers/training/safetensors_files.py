@@ -1,9 +1,8 @@
 """Safetensors files: write tensors directly from host memory, map them back without a copy, and
 read parts (boxes) of them.
 
-Weft writes these files itself because the `safetensors` package holds the interpreter lock during a
-write, which would stall training. Weft reads boxes itself because the package reads complete rows,
-even if a rank needs only some columns.
+The `safetensors` package would hold the interpreter lock during a write, which stalls training, and
+would read complete rows, even if a rank needs only some columns.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def write_tensors(
 ) -> None:
     """Write tensors on the host to a new safetensors file and fsync it, without holding the
     interpreter lock. Raises the errors of `write_file`."""
-    # Write tensors with large elements first, so that each is aligned to its element size.
+    # Large elements come first, so that each tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -67,7 +66,7 @@ def write_tensors(
 
 
 def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -> None:
-    """Write a new file and fsync it. Raises OSError if the write failed. The message names the file
+    """Write a new file and fsync it. Raises OSError if the write failed; the message names the file
     and, if the disk is full, the bytes needed and free."""
     contents = list(contents)
     descriptor = disk.open(path)
@@ -88,8 +87,6 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], disk: Disk) -
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor in a file. Only its header has been read."""
-
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -101,13 +98,12 @@ class _StoredTensor:
         return self._bytes.numel()
 
     def read_box(self, box: Box) -> Tensor:
-        """Return a box on the host, in the dtype of the file. Only the bytes of the box are
-        read."""
+        """Return a box on the host, in the dtype of the file, reading only the box's bytes."""
         if not self.shape:
             return self._bytes.clone().view(self.dtype)[0]
         if not box.numel:
             return torch.empty(box.shape, dtype=self.dtype)
-        # Read as bytes, because some writers do not align tensors to their element size.
+        # Read as bytes: some writers do not align tensors to their element size.
         size = self.dtype.itemsize
         last = slice(box.starts[-1] * size, box.stops[-1] * size)
         own = self._bytes.view(*self.shape[:-1], self.shape[-1] * size)[(*box.slices[:-1], last)]
@@ -115,8 +111,8 @@ class _StoredTensor:
 
 
 def open_tensors(path: Path) -> dict[str, _StoredTensor]:
-    """Map the tensors of a safetensors file into memory; return them by name. Raises ValueError if
-    the file is damaged or has an unsupported dtype."""
+    """Map the tensors of a safetensors file into memory, and return them by name. Raises ValueError
+    if the file is damaged or has an unsupported dtype."""
     data, (entries, _) = _map(path)
     return {
         name: _StoredTensor(path, _DTYPES[entry.dtype], entry.shape, data[entry.start : entry.end])
@@ -125,8 +121,8 @@ def open_tensors(path: Path) -> dict[str, _StoredTensor]:
 
 
 def map_tensors(path: Path) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield each tensor of a file that `write_tensors` wrote: its name, its box in the full tensor,
-    and its content. Raises ValueError if the file is damaged."""
+    """Yield each tensor of a file from `write_tensors`: its name, its box in the full tensor, and
+    its content. Raises ValueError if the file is damaged."""
     data, (entries, metadata) = _map(path)
     try:
         sharding = json.loads(metadata[SHARDING])
@@ -165,8 +161,8 @@ def write_model(
     disk: Disk,
 ) -> None:
     """Write a folder that `from_pretrained` loads. `tensors` are full tensors on the host, by their
-    name in the model. `changed` has settings to replace; other settings, tokenizer and chat
-    template come from `source`."""
+    name in the model. `changed` has settings to replace; `source` provides other settings,
+    tokenizer and chat template."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -176,8 +172,7 @@ def write_model(
     settings = read_json(source / CONFIG_FILE)
     settings.pop("torch_dtype", None)
     _write_json(folder / CONFIG_FILE, {**settings, **changed}, disk)
-    # `save_pretrained` would hold the interpreter lock during the write, which would stall
-    # training.
+    # `save_pretrained` would hold the interpreter lock during the write, which stalls training.
     tensors = {n: t for n, t in tensors.items() if n not in (causal_lm._keys_to_ignore_on_save or ())}
     tensors = revert_weight_conversion(causal_lm, tensors)
     split = split_torch_state_dict_into_shards(tensors)
@@ -220,9 +215,8 @@ def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
 
 
 def write_merged(adapter: Path, folder: Path) -> None:
-    """Merge an adapter with its base model, using `peft`, and write the result to a new folder for
-    `from_pretrained`. Raises UserError if the base model that the `adapter` folder names no longer
-    exists."""
+    """Merge an adapter with its base model, using `peft`, into a new folder for `from_pretrained`.
+    Raises UserError if the base model that the `adapter` folder names no longer exists."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

@@ -1,5 +1,4 @@
-"""ShardedModel: a model sharded over the ranks of a group with FSDP2 and optional tensor
-parallelism, and its weights by name."""
+"""A model sharded over the ranks of a group with FSDP2 and optional tensor parallelism."""
 
 from __future__ import annotations
 
@@ -51,9 +50,9 @@ from .stored_weights import WeightReader
 from .tensor_parallel import add_up, share_layers
 
 # Mixed precision on a single process, with the same results as FSDP's `MixedPrecisionPolicy` on
-# several ranks. Trained parameters are float32. Forward and backward passes use rounded copies.
-# Gradients arrive in float32; on several ranks they are first reduced in `ModelConfig.gradients`.
-# Frozen models keep the dtype of their passes.
+# several ranks. Trained parameters are float32; passes use rounded copies. Gradients arrive in
+# float32; several ranks first reduce them in `ModelConfig.gradients`. Frozen models keep the dtype
+# of their passes.
 
 
 def keep_in(model: ResponseModel, dtype: torch.dtype) -> None:
@@ -70,7 +69,7 @@ def rounded_parameters(
     model: nn.Module, dtype: torch.dtype, *, but: nn.Module | None = None
 ) -> Iterator[None]:
     """Inside the context, replace parameters by copies in another dtype, except in the module
-    `but`. Run the backward pass inside the context as well, because it may recompute activations.
+    `but`. Run the backward pass inside too, because it may recompute activations.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with rounded_parameters(layer, torch.bfloat16):
@@ -99,14 +98,12 @@ def rounded_parameters(
 
 
 _ONE_UNIT_PARAMETERS = 16_000_000
-"""Gather models with fewer parameters as one unit, because many small collectives only add
-latency."""
+"""Gather models with fewer parameters as one unit: many small collectives only add latency."""
 
 
 class ShardedModel:
-    """A model on the meta device that is sharded over ranks in place. If it has an adapter, only
-    the adapter is trained. `fill` loads the model's values. All ranks must call its methods
-    together."""
+    """A model on the meta device, sharded over ranks in place. If it has an adapter, only the
+    adapter is trained. `fill` loads the values. All ranks must call its methods together."""
 
     def __init__(
         self,
@@ -122,14 +119,13 @@ class ShardedModel:
         self._partials: frozenset[str] = frozenset()
         """Parameters whose gradients must be summed over tensor-parallel ranks before a step."""
         self._memory: SharedMemory | None = None
-        """Shared memory that holds this rank's parts for other processes; kept as long as the
-        parts."""
+        """Shared memory with this rank's parts for other processes, kept as long as the parts."""
         self.gathers_once = self._distribute()
-        """Whether parameters are gathered once a step instead of in each microbatch."""
+        """Whether ranks gather parameters once a step instead of in each microbatch."""
 
     @property
     def _on_host(self) -> bool:
-        """Whether parameters stay in host memory except while their layer runs."""
+        """Whether parameters are in host memory except while their layer runs."""
         return self.config.offload == "everything" and self.mesh is not None
 
     def _distribute(self) -> bool:
@@ -178,8 +174,8 @@ class ShardedModel:
 
     def share_tokens(self) -> None:
         """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
-        set. Raises UserError if the model's rows cannot be packed, or if its rope depends on the
-        length of a row: no rank has a whole row."""
+        set. Raises UserError if the model cannot pack rows, or if its rope depends on a row's
+        length, because no rank has a whole row."""
         if self.config.sequence_parallel == 1:
             return
         model = self.model
@@ -193,8 +189,8 @@ class ShardedModel:
         model.stretches = join_stretches(self.config.sequence_parallel)
 
     def check_head(self, form: HeadForm | None) -> None:
-        """Check that a head split over tensor-parallel ranks can be computed in parts. Raises
-        UserError if the head is split but does more than multiply, scale and soft-cap."""
+        """Check that ranks can compute a split head in parts. Raises UserError if a split head does
+        more than multiply, scale and soft-cap."""
         if self._splits_vocabulary and form is None:
             raise UserError(
                 f"tensor_parallel={self.config.tensor_parallel} cannot split the head of model {str(self.config.model)!r}: its logits are "
@@ -203,11 +199,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def fill(self, weights: WeightReader, made: Mapping[str, Tensor]) -> None:
-        """Load the model's values. Each rank allocates and reads only the parts that it holds. They
-        come from `weights` (the model without its adapter) or from `made` (full tensors on the
-        host, by name in the model). On a CPU the parts are in shared memory, so that receivers on
-        this machine can read them.
-        """
+        """Load the model's values, on each rank only the parts that it holds. They come from
+        `weights` (the model without its adapter) or from `made` (full tensors on the host, by name
+        in the model). On a CPU the parts are in shared memory, so that receivers on this machine
+        can read them."""
         causal_lm = self.model.causal_lm
         filled: dict[Tensor, Tensor] = {}
         empty = {name: t for name, t in self.own_tensors().items() if local_part(t).is_meta}
@@ -248,7 +243,6 @@ class ShardedModel:
     # Passes
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return the context for forward and backward passes that sets their precision."""
         if self.config.dtype == "float32" or self.mesh is not None:  # FSDP rounds by its own policy
             return nullcontext()
         return rounded_parameters(
@@ -284,14 +278,13 @@ class ShardedModel:
             self.model.set_reshard_after_backward(last)
 
     def complete_gradients(self) -> None:
-        """Sum the gradients of replicated parameters of which each tensor-parallel rank computes a
+        """Sum the gradients of replicated parameters that each tensor-parallel rank computes in
         part."""
         if self.mesh is not None and self._partials:
             named = self.model.causal_lm.named_parameters()
             add_up((parameter for name, parameter in named if name in self._partials), self.mesh["tp"])
 
     def reshard(self) -> None:
-        """Free gathered parameters."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -299,7 +292,7 @@ class ShardedModel:
     # Weights
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and saved buffers by Hugging Face name; tied tensors appear
+        """Return this rank's parameters and saved buffers by Hugging Face name, tied tensors
         once."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -311,11 +304,10 @@ class ShardedModel:
         dtype = getattr(torch, self.config.dtype)
         for unit, names in self._names_by_unit():
             own = self.own_tensors()
-            # Gather an adapter's parameters one by one in float32, because gathering a unit uses
-            # the dtype of its passes.
+            # Gather an adapter's parameters one by one in float32; gathering a unit uses the dtype
+            # of its passes.
             adapter = {name: full_tensor(own[name]) for name in names if is_adapter(name)}
-            # One collective gathers all parameters of a unit. A rank holds only one gathered unit
-            # at a time.
+            # One collective gathers a unit. A rank holds only one gathered unit at a time.
             if unit is not None:
                 unit.unshard()
             try:
@@ -332,8 +324,7 @@ class ShardedModel:
                     unit.reshard()
 
     def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
-        """Return the names of tensors, grouped by the innermost FSDP unit around them, which
-        gathers them."""
+        """Return the names of tensors, grouped by the FSDP unit that gathers them."""
         units = {
             name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
         }
@@ -351,8 +342,7 @@ class ShardedModel:
                 yield name, full_tensor(tensor)
 
     def held_parts(self) -> Iterator[tuple[TensorPart, bool]]:
-        """Yield this rank's parts, and whether this rank is the first of those with an equal
-        copy."""
+        """Yield this rank's parts, each with whether this rank is the first that holds the part."""
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
@@ -362,7 +352,7 @@ class ShardedModel:
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names of the base model's tensors in the checkpoint. Available after `fill`."""
+        """Names of the base model's tensors in the checkpoint; available after `fill`."""
         own = {
             name.replace(".base_layer.", "."): t
             for name, t in self.own_tensors().items()
@@ -384,8 +374,8 @@ class ShardedModel:
                 yield part._replace(name=peft_name(part.name))
 
     def _merged_parts(self) -> Iterator[TensorPart]:
-        """Yield merged weights, an equal share of rows on each rank. Merging requires gathering
-        each tensor."""
+        """Yield merged weights, an equal share of rows on each rank. Merging gathers each
+        tensor."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if self.mesh is not None else (0, 1)
         for name, tensor in self.named_tensors():
             shape = tuple(tensor.shape)
@@ -393,7 +383,7 @@ class ShardedModel:
             start, stop = rows * rank // ranks, rows * (rank + 1) // ranks
             if start < stop:
                 box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
-                # Clone, because the gathered tensor will be freed.
+                # Clone, because FSDP frees the gathered tensor.
                 yield TensorPart(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:

@@ -1,5 +1,5 @@
-"""Sharding: the (dp, tp) mesh of a group, the parts of tensors that a rank holds, their names in
-the checkpoint, and sums over ranks."""
+"""The (dp, tp) mesh of a group, the parts of tensors that a rank holds, their names in the
+checkpoint, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MESH_NAMES = ("dp", "tp")
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
     """Join the group's (dp, tp) mesh through its rendezvous. A group of one rank needs no sockets
-    and gets None. Ranks that share tokens are adjacent along dp. Raises UserError if the number of
-    ranks is not a multiple of those in a replica, or if there is no rendezvous; raises WorkerError
-    if a rank did not join in time."""
+    and gets None. Ranks that share tokens are adjacent along dp. Raises UserError if
+    `tensor_parallel` or `sequence_parallel` does not divide the ranks or there is no rendezvous,
+    and WorkerError if a rank did not join in time."""
     for name in ("tensor_parallel", "sequence_parallel"):
         if context.world_size % (size := getattr(config, name)):
             raise UserError(
@@ -59,7 +59,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    # Gather over replicas first, as FSDP does, because torch warns about the other order.
+    # Gather over replicas first, as FSDP does; torch warns about the other order.
     if tensor.device_mesh.ndim > 1:
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor()
@@ -70,13 +70,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def lying_as(tensor: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that is sharded like another one, holds `part` on this rank, and is on the
-    device of `part`."""
+    """Return a tensor sharded like another one, with `part` on this rank, on the device of
+    `part`."""
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part  # pyright: ignore
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Return the box of the full tensor that this rank holds."""
     shape = tuple(local_part(tensor).shape)
     starts = (0,) * len(shape)
     if isinstance(tensor, DTensor):
@@ -85,7 +84,7 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def writes(tensor: Tensor, rank: int) -> bool:
-    """Return whether a rank writes its part: it does if the part is not empty and the rank is the
+    """Return whether a rank writes its part: only if the part is not empty and the rank is the
     first with an equal copy."""
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -96,9 +95,8 @@ def writes(tensor: Tensor, rank: int) -> bool:
 
 
 def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
-    """Return the 2-norm of all gradients together, counting each element once. All ranks get the
-    same result. `also` is added on every rank before the sum, so nan on one rank makes the norm nan
-    on all."""
+    """Return the 2-norm of all gradients together, counting each element once; equal on all ranks.
+    Each rank adds `also` before the sum, so nan on one rank makes the norm nan on all."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh, shards = None, ()
@@ -119,9 +117,8 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
 
 
 # Replicated tensors: layer norms, embeddings and head if their rows do not divide evenly, and the
-# optimizer moments of all of these. Ranks never exchange these tensors. They stay equal because
-# each rank computes the same updates. A divergence would not show in any loss, so each checkpoint
-# compares the copies.
+# optimizer moments of these. Ranks never exchange them; they stay equal because each rank computes
+# the same updates. A divergence would not show in any loss, so each checkpoint compares the copies.
 
 
 _ROUNDING = 1e-3
@@ -130,8 +127,8 @@ _ROUNDING = 1e-3
 
 def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """Check that the ranks of `mesh` hold equal replicated tensors. All ranks must call this
-    function. If copies differ only by rounding, all ranks take the first rank's copy. Raises
-    RunError on all ranks if they differ by more."""
+    function. If copies differ only by rounding, all ranks take the first rank's copy. If they
+    differ by more, raises RunError on all ranks."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
     own = torch.stack([digest(tensor) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
@@ -141,8 +138,8 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a digest of a tensor: the sum of its bits as integers, and the bits of its norm, [2]
-    int64.
+    """Return a digest of a tensor, [2] int64: the sum of its bits as integers, and the bits of its
+    norm.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002])
     >>> bool((digest(one) == digest(one.clone())).all()), bool((digest(one) == digest(other)).all())
@@ -158,7 +155,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing(names: Sequence[str], digests: Sequence[Tensor]) -> list[str]:
-    """Return the names whose digests differ between ranks. `digests` has one [names, 2] tensor per
+    """Return the names whose digests differ between ranks. `digests` has a [names, 2] tensor per
     rank.
 
     >>> differing(["norm", "head"], [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])])
@@ -202,8 +199,8 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 def mesh_of_one(device: torch.device) -> tuple[DeviceMesh, Callable[[], None]]:
     """Return a (dp, tp) mesh of one rank with its own process groups, so that FSDP can run on a
     single rank. Also return a function that destroys these groups, and the default group if this
-    function created it and nothing else uses it. Process groups of other libraries, such as vLLM,
-    are left alone. Raises UserError if another library has made this process one of several
+    function created it and nothing else uses it. Leaves process groups of other libraries, such as
+    vLLM, alone. Raises UserError if another library has made this process one of several
     ranks."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     made_default = not dist.is_initialized()
@@ -249,8 +246,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def use_direct_collectives(model: nn.Module) -> None:
-    """Make all FSDP units of a model use the direct collectives, if its ranks communicate over
-    gloo."""
+    """Make all FSDP units use the direct collectives, if the ranks use gloo."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_DirectAllGather())  # pyright: ignore[reportArgumentType]
@@ -263,8 +259,8 @@ class _Allocates:
 
 
 class _DirectAllGather(_Allocates):
-    """FSDP's `AllGather`: concatenate the parts of all ranks in rank order. The input may be a view
-    of this rank's part of the output."""
+    """FSDP's `AllGather`: concatenates the parts of all ranks in rank order. The input may be a
+    view of this rank's part of the output."""
 
     def __call__(
         self,
@@ -323,8 +319,8 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
     box: Box
     """Box within the model's tensor; never empty."""
     dims: tuple[int | None, ...]
-    """For each dimension of this tensor, the dimension of the model's tensor; None for a dimension
-    of size 1 that the model's tensor lacks."""
+    """Maps each dimension of this tensor to one of the model's tensor; None for a dimension of size
+    1 that the model's tensor lacks."""
 
     views: dict[
         tuple[Box, tuple[int, ...]], tuple[Box, tuple[int, ...], tuple[int, ...], int] | None
@@ -365,7 +361,7 @@ class _Stored:  # a tensor of the checkpoint, as a box of a tensor of the model
 
 class CheckpointNames:
     """The names and boxes of a model's tensors in its checkpoint. `causal_lm` has the conversions
-    with which it was loaded. Of `tensors`, only names, shapes and dtypes are used."""
+    that loaded it. Reads only names, shapes and dtypes of `tensors`."""
 
     def __init__(self, causal_lm: Any, tensors: Mapping[str, Tensor]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
@@ -386,17 +382,16 @@ class CheckpointNames:
                 self._stored[name] = [_Stored(name, shape, Box.full(shape), tuple(range(len(shape))))]
 
     def stored_names(self, name: str) -> list[str]:
-        """Return the names in the checkpoint for a tensor of the model."""
         return [stored.name for stored in self._stored[name]]
 
     def parts(self, held: TensorPart) -> Iterator[TensorPart]:
-        """Split a part of a model's tensor into parts of checkpoint tensors. Each is a view, and
-        may be empty."""
+        """Split a part of a model's tensor into views of it: parts of checkpoint tensors, some of
+        them empty."""
         return (stored.part(held) for stored in self._stored[held.name])
 
 
 class _Views(TorchDispatchMode):
-    """Turns copies into views, except where no view can have the result's shape."""
+    """Turns copies into views, where a view can have the result's shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -411,8 +406,8 @@ class _Views(TorchDispatchMode):
 
 
 def _located(name: str, view: Tensor, shape: tuple[int, ...]) -> _Stored | None:
-    """Return the box that `view` covers in a contiguous tensor, whose name and `shape` are given,
-    or None if it is no box."""
+    """Return the box that `view` covers in the contiguous tensor `name` of this `shape`, or None if
+    it is no box."""
     if not view.numel():
         return None
     strides, offset = contiguous_strides(shape), int(view.storage_offset())

@@ -4,11 +4,11 @@
     state/rank_0.safetensors …   each rank's part of float32 parameters, AdamW's moments and steps
     model/                       a Hugging Face folder of the same weights, in the dtype of passes
 
-A rank copies its part into host memory while training waits. A thread then writes the files. It
-hardly ever needs the interpreter lock or the device. The model's folder is built from the files of
-all ranks, so no tensor is gathered. Each part records its position in the full tensor, in the
-format of `torch.distributed.checkpoint`, whose `HuggingFaceStorageReader` can read the folder
-`state`. So any number of ranks can read the parts.
+A rank copies its part into host memory while training waits. A thread then writes the files, with
+hardly any use of the interpreter lock or the device. Rank 0 builds the model's folder from the
+files of all ranks, so no rank gathers tensors. Each part records its position in the full tensor,
+so any number of ranks can read the parts. `torch.distributed.checkpoint` can read the folder
+`state` with its `HuggingFaceStorageReader`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .sharding import box_of, local_part, writes
 MODEL, STATE = "model", "state"
 _FORMAT = 1
 _WRITE_TIMEOUT = timedelta(hours=6)
-"""Longest wait for the slowest rank to finish writing. A dead rank is noticed at once."""
+"""Maximum wait for the slowest rank to finish writing. Ranks notice a dead rank at once."""
 
 
 class SnapshotWriter:
@@ -66,16 +66,16 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
 
     def snapshot(self, folder: Path, state: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-        """Copy the state, and write it to `folder` in a thread. Waits until the previous snapshot
-        is on disk.
+        """Copy the state, and write it to `folder` in a thread, after the previous snapshot is on
+        disk.
 
         Args:
             folder: a new folder, the same for all ranks, on a shared file system.
             state: tensors by name. Each call must have the same names in the same order.
             notes: JSON values to store with this rank's part.
         """
-        # Ignore its error here, because `written` raises it; other ranks may know it already and
-        # have continued.
+        # Ignore its error: `written` raises it, and other ranks may know it already and have
+        # continued.
         if self._writing is not None:
             wait([self._writing])
         if not self._sharding:
@@ -89,9 +89,9 @@ class SnapshotWriter:
         self._writing = self._thread.submit(self._write, folder, notes)
 
     def written(self, *, wait: bool) -> bool:
-        """Return whether nothing is being written. An error is raised once. It is an OSError if
-        this or another rank could not write a file; the message names the file and, if the disk is
-        full, the bytes needed. It is a RuntimeError if another rank failed in some other way."""
+        """Return whether nothing is being written. Raises an error once: an OSError if this or
+        another rank could not write a file (the message names the file and, if the disk is full,
+        the bytes needed), or a RuntimeError if another rank failed in some other way."""
         if self._writing is None or not (wait or self._writing.done()):
             return self._writing is None
         writing, self._writing = self._writing, None
@@ -99,7 +99,7 @@ class SnapshotWriter:
         return True
 
     def close(self) -> None:
-        """Wait until the last snapshot is on disk, and raise its error if it failed."""
+        """Wait until the last snapshot is on disk. Raises its error if it failed."""
         try:
             self.written(wait=True)
         finally:
@@ -120,7 +120,7 @@ class SnapshotWriter:
         # Views of other dtypes must start at aligned addresses.
         starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
         memory = mmap.mmap(-1, max(1, starts[-1]))
-        # Use huge pages if the kernel has them, because it creates them several times faster.
+        # Use huge pages if the kernel has them: it creates them several times faster.
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
@@ -157,13 +157,13 @@ class SnapshotWriter:
             self._disk.sync_folder(folder)
 
     def _together(self, folder: Path, work: Callable[[], None]) -> None:
-        """Run `work`, wait for the other ranks, and raise an error if any rank failed."""
+        """Run `work` and wait for the other ranks. Raises an error if any rank failed."""
         error, failed = None, torch.zeros(self._context.world_size)
         try:
             work()
         except Exception as problem:
             error = problem
-            # -1 stands for an error without errno.
+            # -1 means an error without errno.
             failed[self._context.rank] = getattr(problem, "errno", None) or -1
         if self._group is not None:
             try:
@@ -182,9 +182,8 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """The tensors of a snapshot, mapped into memory. Any part of a tensor can be read. Raises
-    UserError if the folder is not a snapshot in this format, and ValueError if a file is
-    damaged."""
+    """The tensors of a snapshot, mapped into memory, readable in parts. Raises UserError if the
+    folder is not a snapshot in this format, and ValueError if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -211,8 +210,7 @@ class Snapshot:
         return notes
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Check that the snapshot holds exactly these tensors. The error names one tensor that
-        differs."""
+        """Check that the snapshot holds exactly these tensors. The error names one that differs."""
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         for name in sorted(shapes.keys() | self.shapes.keys()):
             mine, stored = shapes.get(name), self.shapes.get(name)
@@ -223,7 +221,7 @@ class Snapshot:
                 )
 
     def full(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a full tensor on the host. Floating-point tensors are converted to `dtype`."""
+        """Return a full tensor on the host, a floating-point one as `dtype`."""
         stored = self._parts[name][0][1].dtype
         tensor = torch.empty(self.shapes[name], dtype=dtype if stored.is_floating_point else stored)
         self.fill(name, tensor)

@@ -1,10 +1,10 @@
 """Stored weights: read parts (boxes) of a model's tensors from its files.
 
 Each rank reads only the boxes that it holds. Files often store tensors under other names, and some
-tensors of the model combine several stored ones, such as fused experts. `transformers` knows both
-rules. This module applies its renamings to names, and its conversions to one group of tensors at a
-time. The rank loads the complete model, and logs that it does, if `transformers` initializes a
-tensor that no file has, or if there are no safetensors files.
+tensors of the model combine several stored ones, such as fused experts. This module applies the
+renamings of `transformers` to names, and its conversions to one group of tensors at a time. If
+`transformers` initializes a tensor that no file has, or if there are no safetensors files, the rank
+loads the complete model, and logs that it does.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from .causal_lm import Skeleton, load_complete
 from .safetensors_files import open_tensors
 
 _ALWAYS_UNEXPECTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that older files store and models now compute; `transformers` ignores them as well."""
+"""Buffers that older files store and models compute; `transformers` ignores them too."""
 
 
 def open_stored(
     model: str | Path, folder: Path, skeleton: Skeleton, *, share: tuple[int, int] = (0, 1)
 ) -> WeightReader:
-    """Open the weights in `folder` for `skeleton`, a model that was built from that folder. `model`
-    is the user's name for the model. Conversions temporarily change the tensors of the skeleton.
-    `share` is (this rank, number of ranks): the ranks divide the checks that read files, and the
-    first one logs anything unusual. Raises UserError if tensors are missing, unexpected or of
-    another shape, or a file is damaged.
-    """
+    """Open the weights in `folder` for `skeleton`, a model built from that folder. `model` is the
+    user's name for the model. Conversions temporarily change the skeleton's tensors. `share` is
+    (this rank, number of ranks): the ranks divide the checks that read files, and the first one
+    logs anything unusual. Raises UserError if tensors are missing, unexpected or of another shape,
+    or a file is damaged."""
     files = weight_files(model, folder)
     missing: list[str] = []
     if files:
@@ -65,8 +64,6 @@ class _CompleteWeights:
 
 @dataclass(frozen=True, eq=False)
 class _Conversion:
-    """The tensors of the model that one conversion makes together."""
-
     keys: tuple[tuple[str, ...], ...]
     """For each pattern of the conversion, the keys of the matching tensors in the files."""
     stacked: bool
@@ -89,24 +86,22 @@ class StoredWeights:
         self.bytes_read = 0
         self._mapping: list[Any] = get_model_conversion_mapping(self._causal_lm)
         self._keys: dict[str, str] = {}
-        """Maps the name in the model of each tensor that needs no conversion to its key in the
-        files."""
+        """Maps the name of each tensor that needs no conversion to its key in the files."""
         self._converted: dict[str, _Conversion] = {}
         self._last: tuple[_Conversion, dict[str, Tensor]] | None = None
-        """The last conversion and its result, kept because its tensors are often read one after the
-        other."""
+        """The last conversion and its result, which often serves several calls in a row."""
         unexpected = self._match()
-        # After `_match`, which marks the conversions that are used.
+        # After `_match`, which marks the conversions that apply.
         self.conversions = [conversion for conversion in self._mapping if conversion.was_used()]
-        """The conversions of `transformers` that were used; saving the model reverts them."""
+        """The conversions of `transformers` that apply; saving the model reverts them."""
         self._names = self._names_in_files()
         self._refuse_unexpected(unexpected)
         self.made_anew = self._missing()
-        """Tensors that are not in the files and that `transformers` initializes."""
+        """Tensors that `transformers` initializes because no file has them."""
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box on the host. Its dtype is that of the file, or float32 if the tensor was
-        converted."""
+        """Return a box on the host, in the file's dtype, or in float32 if a conversion made the
+        tensor."""
         name = self._names[name]
         if name in self._keys:
             return self._fetch(self._keys[name], box)
@@ -138,7 +133,7 @@ class StoredWeights:
 
     def _match(self) -> list[str]:
         """Find where each tensor of the model is stored. Return the stored tensors that the model
-        does not have, under the names that they would have in it."""
+        lacks, under the names that it would give them."""
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
@@ -186,8 +181,8 @@ class StoredWeights:
         *,
         device: str = "cpu",
     ) -> dict[str, Tensor]:
-        """Return the tensors that `transformers` makes from these keys. On the meta device no file
-        is read. `shapes` lists tensors of which only a part is made."""
+        """Return the tensors that `transformers` makes from these keys. On the meta device, it
+        reads no file. `shapes` lists tensors of which the result has only a part."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -227,7 +222,7 @@ class StoredWeights:
         return before
 
     def _names_in_files(self) -> dict[str, str]:
-        """Map the name of each tensor in the model to its alias in the files."""
+        """Map each tensor's name in the model to its alias in the files."""
         known = self._keys.keys() | self._converted.keys()
         aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -268,7 +263,7 @@ class StoredWeights:
 
 
 def _stacks(operations: Iterable[Any]) -> bool:
-    """Return whether all operations only stack tensors, so that slices are independent."""
+    """Return whether all operations only stack tensors, which leaves slices independent."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = operations

@@ -1,9 +1,8 @@
-"""Tensor parallelism: split a model's layers over the ranks of a replica, following its
-`transformers` plan.
+"""Tensor parallelism: split a model's layers over a replica's ranks by its `transformers` plan.
 
-Split parameters become `DTensor`s, which FSDP shards further. Experts are not split; each rank
-holds some of them (arXiv:2006.16668). All ranks of a replica have the same tokens. Each rank
-computes its own experts, and the outputs are summed.
+Split parameters become `DTensor`s, which FSDP shards further. Each rank holds some whole experts
+(arXiv:2006.16668). All ranks of a replica have the same tokens. Each rank computes its own experts,
+and a sum over ranks combines the outputs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .tensor_parallel_plan import COLUMNS, EXPERTS, PARTIAL, ROWS, TensorParalle
 
 
 def share_layers(causal_lm: Any, mesh: DeviceMesh) -> frozenset[str]:
-    """Split a `transformers` model on the meta device, in place. It may have LoRA layers. Return
+    """Split a `transformers` model on the meta device, which may have LoRA layers, in place. Return
     the names of replicated parameters whose gradients must be summed (`add_up`). Raises UserError
     if a layer does not divide evenly, or if experts are not in the form of `transformers`."""
     plan = TensorParallelPlan.of_model(causal_lm.tp_plan, causal_lm.ep_plan)
@@ -117,15 +116,14 @@ def _own_experts(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Compute this rank's experts, and sum over ranks. The inputs are equal on all ranks: [T,
-    hidden] states, each token's experts ([T, k] int64), and the weights of their outputs ([T,
-    k])."""
+    """Compute this rank's experts, and sum over ranks. The inputs are equal on all ranks:
+    [T, hidden] states, each token's experts ([T, k] int64), and their outputs' weights ([T, k])."""
     held, group = cast(Any, module), mesh.get_group()
     experts: int = held.num_experts
     chosen = chosen - mesh.get_local_rank() * experts
     elsewhere = (chosen < 0) | (chosen >= experts)
-    # Tokens of other ranks' experts: a loop over experts cannot skip them, so it computes its first
-    # expert with weight 0.
+    # A loop over experts cannot skip tokens of other ranks' experts, so for these it computes its
+    # first expert with weight 0.
     loops = getattr(getattr(held, "config", None), "_experts_implementation", "eager") == "eager"
     chosen = chosen.masked_fill(elsewhere, 0 if loops else experts)
     weights = _SumOfGradients.apply(weights, group).masked_fill(elsewhere, 0.0)
@@ -141,7 +139,7 @@ def _own_experts(
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Identity for an input that all ranks have, but use for different parts. Its backward pass
+    """Identity for an input that all ranks have, but use for different parts; its backward pass
     sums the gradients over ranks."""
 
     @staticmethod

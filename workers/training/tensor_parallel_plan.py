@@ -1,5 +1,4 @@
-"""TensorParallelPlan: how `transformers` splits the layers of a model over ranks. Does not need
-torch.
+"""TensorParallelPlan: how `transformers` splits the layers of a model over ranks, without torch.
 
     style in the plan                    part of each rank
     colwise                              rows of the weight: some outputs, which stay on the rank
@@ -26,10 +25,9 @@ from ...dataflow.errors import UserError
 from ..models.model_folder import EXPERTS_NAMES
 
 ROWS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
-"""Styles that split the rows of a weight. The value says whether outputs are gathered."""
+"""Styles that split the rows of a weight, mapped to whether ranks gather the outputs."""
 COLUMNS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-"""Styles that split the columns of a weight. The value says whether all ranks have the whole
-input."""
+"""Styles that split the columns of a weight, mapped to whether all ranks have the whole input."""
 PARTIAL = frozenset({"replicated_with_grad_allreduce"})
 EXPERTS = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 _CUTS_OF_EXPERTS = frozenset({"packed_colwise", "rowwise", "grouped_gemm"})
@@ -80,20 +78,17 @@ class TensorParallelPlan:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether ranks split the attention heads."""
         split = [name for name, style in self.styles.items() if style == "colwise"]
         return any(re.search(r"att\w*\.", name) for name in split)
 
     @property
     def shares_experts(self) -> bool:
-        """Whether ranks split the experts."""
         return any(style in EXPERTS for style in self.styles.values())
 
 
 def check_tensor_parallel(model: str | Path, settings: Any, ranks: int) -> None:
     """Check that this number of ranks can split a model with these text settings
-    (`complete_text_settings`). Raises UserError if not; the message names the rule and the
-    setting."""
+    (`complete_text_settings`). Raises UserError if not; it names the rule and the setting."""
     plan = TensorParallelPlan.of_model(
         settings.base_model_tp_plan, getattr(settings, "base_model_ep_plan", None)
     )

@@ -24,10 +24,8 @@ LOSS = "loss"
 
 
 class _BadSteps:
-    """Keeps the rows of the current step, and the reasons why the latest steps were bad (not
-    finite, or diverging). Bad steps are not applied; `stop_after` of them in a row end the run. All
-    ranks must call its methods together, because computing the losses of single rows takes all
-    ranks."""
+    """Keeps the rows of the current step, and the reasons why the latest steps were bad. All ranks
+    must call its methods together, because computing the losses of single rows takes all ranks."""
 
     def __init__(self, context: Context, engine: TrainingEngine, stop_after: int) -> None:
         self._context, self._engine, self._stop_after = context, engine, stop_after
@@ -37,24 +35,22 @@ class _BadSteps:
         """Reason of each bad step since the last applied one. Checkpoints save them."""
 
     def add_rows(self, rows: Batch) -> None:
-        """Add rows of the current step. They are kept in segments of the buffer until the step is
-        over."""
+        """Add rows of the current step. The buffer keeps their segments until the step is over."""
         if self._folder is not None:
             self._rows.append(rows)
 
     def note(self, step: OptimizerStep, loss: Loss, *, update: int, number: int | None = None) -> None:
-        """Record the result of a step. `number` counts the steps from 1 if the update of this
-        version has several. For a bad step, write its rows to
-        `skipped/GROUP/update_000012_rank_0.arrow` in the run's directory, or to
-        `update_000012_step_3_rank_0.arrow`. Raises DivergedError if the last `stop_after` steps
-        were bad. Steps without a token to train on do not count."""
+        """Record the result of a step. `number` counts an update's steps from 1; None if it has
+        only one. Write the rows of a bad step to `skipped/GROUP/update_000012_rank_0.arrow` in the
+        run's directory, or to `update_000012_step_3_rank_0.arrow`. Raises DivergedError if the last
+        `stop_after` steps were bad, not counting steps without a token to train on."""
         rows, self._rows = self._rows, []
         if step.applied:
             self.in_a_row = ()
         if step.bad is None:
             return
         number_in = "" if number is None else f"_step_{number}"
-        # Ranks that write no file must take part in this collective too.
+        # Computing losses is collective, so ranks that write no file take part too.
         losses = [self._engine.losses(part, loss) for part in rows]
         if self._folder is not None and self._engine.coordinates.tp == 0 and sum(map(len, rows)):
             name = f"update_{update:06d}{number_in}_rank_{self._context.rank}.arrow"
@@ -90,8 +86,7 @@ class _BadSteps:
 
 
 def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> None:
-    """Write a step's rows as one Arrow IPC file. A column that some of the batches lack is null
-    there."""
+    """Write a step's rows as one Arrow IPC file, with nulls for columns that a batch lacks."""
     parts = [
         pa.Table.from_batches([part.with_columns(**{LOSS: own}).record])
         for part, own in zip(rows, losses, strict=True)
@@ -103,8 +98,7 @@ def _write(rows: Sequence[Batch], losses: Sequence[np.ndarray], path: Path) -> N
 
 
 class Updates:
-    """Makes the updates of an engine, each of one or more optimizer steps. All ranks must call its
-    methods together."""
+    """Makes updates of one or more optimizer steps. All ranks must call its methods together."""
 
     def __init__(self, config: OptimizerConfig, context: Context, engine: TrainingEngine) -> None:
         self._context, self._engine = context, engine
@@ -122,7 +116,7 @@ class Updates:
         first: Loss | None = None,
     ) -> Metrics:
         """Make one new version of the weights; see `ActorWorker.update`. `first` is the same loss,
-        with additional metrics that are only defined before the first step.
+        with metrics that are only defined before the first step.
 
         Returns:
             `loss`; `grad_norm` (before clipping, over all steps with a finite norm, applied or
@@ -140,8 +134,7 @@ class Updates:
             return self._engine.accumulate(batch, observed, last=False)
         parts: list[Metrics] = []
         units = batch.groups()[1] if loss.whole_groups else np.arange(len(batch))
-        # The key contains the version, so that a resumed run shuffles as an uninterrupted one
-        # would.
+        # The key contains the version, so a resumed run shuffles like an uninterrupted one.
         cuts = OptimizerSteps(epochs, minibatches).cut(units, (self._context.seed, self.version))
         for number, rows in enumerate(cuts, 1):
             part = batch if minibatches == 1 else batch.take(rows)
@@ -156,14 +149,14 @@ class Updates:
         return merge(parts)
 
     def save(self, path: Path) -> float:
-        """Copy the training state, and write it in the background. Return the number of seconds
-        that the call took."""
+        """Copy the training state and write it in the background. Return the seconds that the call
+        took."""
         return self._engine.snapshot(
             path, {"version": self.version, "bad_steps": self._bad_steps.in_a_row}
         )
 
     def load(self, path: Path) -> None:
-        """Resume from a checkpoint, which any number of ranks may have written."""
+        """Resume from a checkpoint; the number of ranks may differ."""
         notes = self._engine.restore(path)
         self.version = notes["version"]
         self._bad_steps.forget(notes.get("bad_steps", ()))
