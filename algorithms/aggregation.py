@@ -81,6 +81,8 @@ fixed_length = FixedLength
 
 
 class AggregatedLoss(FrozenLoss):
+    """A per-token loss with an aggregation."""
+
     aggregation: Aggregation = token_mean
     """Aggregation of token losses: `token_mean`, `sequence_mean` or `fixed_length(max_tokens)`.
     Choose `sequence_mean` to weight all responses equally instead of all tokens."""

@@ -48,6 +48,8 @@ class Correction(Protocol):
 
 
 class RatioCorrection(Config):
+    """A correction by the ratio p_trainer / p_generator."""
+
     level: Level = "token"
     """Ratio to use: "token", "sequence" (product over the response) or "geometric" (geometric mean
     over the response). Choose the level of the reward for an exact correction, "token" for less

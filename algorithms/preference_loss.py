@@ -49,6 +49,8 @@ class Score(Protocol):
 
 
 class LikelihoodScore(Config):
+    """A score computed from log-probabilities."""
+
     per_token: bool = False
     """Average over trained tokens instead of summing (SimPO). Set it to weight long and short
     responses equally, or if longer responses win by length alone."""

@@ -158,9 +158,10 @@ def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
     )
 
 
-# Importance ratios between the current and the old policy, of tokens and of whole responses. Two
-# engines differ by some hundredths of a nat per token, which add up in the ratio of a response. So
-# for whole responses, `PolicyLoss` compares with the trainer's log-probabilities.
+# Importance ratios between the current and the old policy, of tokens and of whole responses.
+#
+# Two engines differ by some hundredths of a nat per token, which add up in the ratio of a response.
+# So for whole responses, `PolicyLoss` compares with the trainer's log-probabilities.
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:

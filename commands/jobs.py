@@ -116,7 +116,6 @@ def stop_job(job: JobId, *, address: Address = None) -> Answer:
 
 
 def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
-    """Follow a job until it ends. The exit code is 1 if it failed."""
     # With --json, standard output is for the answer alone.
     stream = sys.stderr if as_json else sys.stdout
 
