@@ -121,7 +121,6 @@ def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
 
 def _called(text: str) -> str:
     """
-
     >>> _called('{"name": "search", "arguments": {}}'), _called("<function=run><parameter=x>1"), _called("?")
     ('search', 'run', 'a tool')
     """
