@@ -33,8 +33,8 @@ def plan(
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None,
 ) -> Answer:
     """Preview a script's run: its settings and their origins, its graphs, the sizes of a step, and
-    the memory and disk space it needs. The script runs until it creates its first Driver; nothing
-    is started or written.
+    the memory and disk space it needs. The script runs until it creates its first Driver. Weft
+    starts and writes nothing.
 
     Args:
         script: A Python file.

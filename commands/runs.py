@@ -63,9 +63,8 @@ def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> A
 
 
 def stop(run: RunName, *, timeout: float = 600) -> Answer:
-    """Make a run save itself and end with exit code 0, even if it runs on another machine. A run
-    with checkpoints writes one and ends. A run without checkpoints ends after the current step, as
-    if it were its last.
+    """Stop a run on any machine, with exit code 0. A run with checkpoints writes one first; a run
+    without checkpoints finishes the current step first.
 
     Args:
         timeout: Seconds to wait for the run to end; 0 to return at once.
