@@ -124,8 +124,8 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
     arXiv:2504.02546, with F_norm = 1).
 
     Rows in groups of equal rewards have no gradient, but count in the mean of the loss. The factor
-    compensates for that. It covers all rows of one call: the whole step under `Synchronous`, the
-    groups that are ready under other schedules. Returns zeros if all groups have equal rewards.
+    compensates for that. It covers all rows of one call: the whole step under `Synchronous`, or the
+    ready groups under other schedules. Returns zeros if all groups have equal rewards.
 
     >>> valid_groups_centred(Outcomes.of([1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
@@ -253,8 +253,8 @@ def group_advantages(
         samples: whole groups.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
             deviation 1. With `estimator=group_centred`, this is the baseline variant of REINFORCE++
-            (arXiv:2501.03262). A call covers the whole step under `Synchronous`, the groups that
-            are ready under other schedules.
+            (arXiv:2501.03262). A call covers the whole step under `Synchronous`, or the ready
+            groups under other schedules.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()

@@ -80,7 +80,7 @@ def first_of_group(
 
     Generate more samples than needed, so that no group waits for its slowest ones:
     `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Weft skips work on
-    canceled rows, and discards late results.
+    canceled rows and discards late results.
 
     Args:
         n: rows to keep per group; smaller groups keep all.
@@ -90,7 +90,7 @@ def first_of_group(
     >>> first_of_group(Batch.of(sample_id=[1, 2], reward=[0.0, 1.0]), 2).numpy("sample_id").tolist()
     [1, 2]
     """
-    # The buffer applies this limit when it claims rows, so keep every row that arrives here.
+    # The buffer applies the limit, so keep every row that arrives here.
     return samples
 
 

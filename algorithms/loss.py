@@ -1,4 +1,4 @@
-"""Loss: the interface between losses and a training engine, and the packed rows that losses get.
+"""Loss: the interface between losses and a training engine, and their input, packed rows.
 
 A loss returns a *sum* over tokens, and the number to divide it by (tokens or sequences). The engine
 adds these counts over all rows and ranks, and divides once. So the gradient does not depend on

@@ -34,7 +34,7 @@ from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, s
 
 @graph
 def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
-    """Train on given responses (`prompt_ids`, `response_ids`), making them more likely."""
+    """Supervised training on given responses (`prompt_ids`, `response_ids`)."""
     return actor.update(rows, loss=loss)
 
 

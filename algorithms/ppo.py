@@ -49,8 +49,8 @@ def ppo(
     Critic and actor make `epochs` passes of `minibatches` optimizer steps each. The critic predicts
     the values for generalized advantages (arXiv:1506.02438) before the update.
 
-    If the loss needs the actor's log-probabilities from before the update, the graph computes them,
-    and also measures the divergence from the reference with them.
+    If the loss needs the actor's old log-probabilities, the graph computes them, and `kl` uses them
+    too.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)

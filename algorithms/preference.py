@@ -189,8 +189,8 @@ def dpo(
 ) -> Any:
     """Preference optimization on given pairs, by default DPO (arXiv:2305.18290).
 
-    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. It may also have the reference's
-    log-probabilities (`reference_of_pairs`); then pass no reference.
+    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. If it also has the reference's
+    log-probabilities (`reference_of_pairs`), pass no reference.
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -274,8 +274,7 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
-    """Return the sums over the unmasked tokens of a per-token column, or the values of a per-row
-    column: [rows] float64."""
+    """Return the sums over unmasked tokens, or the values of a per-row column: [rows] float64."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

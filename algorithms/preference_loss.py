@@ -88,7 +88,7 @@ class LogLikelihood(LikelihoodScore):
 
 
 class LogOdds(Config):
-    """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO,
+    """s = log(P / (1 - P)), where log P is the mean of log p(y_t) over the trained tokens (ORPO,
     arXiv:2403.07691, eq. 3 and 4). P is capped at 1 - 1e-6, without a gradient beyond, because the
     odds of 1 are infinite.
 
@@ -257,15 +257,15 @@ class PreferenceLoss(PairLoss):
     `LogOdds` to train without a reference."""
     comparison: Callable[..., Any] = Logistic()
     """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`,
-    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` if the labels never
+    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
     contradict each other."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison term (ORPO's lambda). Lower it to give the likelihood term
     more weight."""
     likelihood: float = Field(default=0.0, ge=0)
     """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
-    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely
-    as well."""
+    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less
+    likely."""
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -12,15 +12,15 @@ from ..dataflow.config import Config
 from ..dataflow.prompts.files import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest positive temperature; vLLM raises lower ones to it."""
+"""Lowest positive temperature; vLLM raises lower ones to this value."""
 
 
 class Sampling(Config):
     """Sampling parameters of responses.
 
-    With `top_p`, `top_k` or `min_tokens`, a rollout does not write `response_logprobs`: it samples
-    from a part of the distribution, so a ratio to the trainer's probabilities, which are for the
-    whole, would compare two distributions instead of two policies.
+    With `top_p`, `top_k` or `min_tokens`, a rollout samples from a part of the distribution, but
+    the trainer computes probabilities for all of it. Their ratio would not compare two policies, so
+    the rollout does not write `response_logprobs`.
 
     >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
     (('response_logprobs',), ())

@@ -110,9 +110,9 @@ class Sapo(Config):
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A
     (arXiv:2511.20347).
 
-    At r = 1 the gradient equals that of -r A; it fades as r moves away from 1. It fades faster for
-    negative advantages if their temperature is larger, because they raise the probability of every
-    other token.
+    At r = 1 the gradient equals that of -r A; it fades as r moves away from 1. A larger temperature
+    makes it fade faster. The paper's is larger for negative advantages, whose gradients raise the
+    probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
     >>> losses.tolist(), clipped.tolist()
@@ -176,8 +176,8 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7). It
-    is a log-ratio [T], equal for all tokens of a row. Masked tokens do not count.
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
+    Returns log-ratios [T], equal for all tokens of a row. Masked tokens do not count.
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.

@@ -96,7 +96,7 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) over all trained tokens of these rows, with the sample
-    variance (division by n - 1). `shift=False` adds the mean again.
+    variance (division by n - 1). `shift=False` keeps the mean.
 
     Returns:
         [T] float32; 0 at masked tokens, whatever their values are. Equal values, or a single one,
@@ -130,8 +130,8 @@ class ValueLoss(AggregatedLoss):
     """The critic's clipped squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip)
     - R)^2) / 2, then aggregated.
 
-    Clipping keeps V near V_old, the value that the advantages were computed with, as in PPO's
-    released implementation, but not its paper (arXiv:1707.06347).
+    Clipping keeps V near V_old, the value behind the advantages, as in PPO's released
+    implementation (not in its paper, arXiv:1707.06347).
 
     >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
     >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
@@ -169,8 +169,8 @@ def critic_advantages(
 
     Args:
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
-            deviation 1. A call covers the whole step under `Synchronous`, the rows that are ready
-            under other schedules, and only a rank's own rows if `functions` has several ranks.
+            deviation 1. A call covers the whole step under `Synchronous`, or the ready rows under
+            other schedules; if `functions` has several ranks, only a rank's own rows.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
     >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
@@ -240,9 +240,8 @@ def _float32(column: Tensor) -> Floats:
 def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
     """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
-    Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks, which follows the same
-    recursion with c^_BLOCK, comes first. Then each block is one product with a triangular matrix of
-    powers of c.
+    Rows are cut into blocks of `_BLOCK` tokens. The same recursion, with c^_BLOCK, gives the carry
+    between blocks. Each block is then a product with a triangular matrix of powers of c.
     """
     lengths = np.diff(cu_seqlens)
     num_blocks = -(-lengths // _BLOCK)

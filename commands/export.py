@@ -24,8 +24,8 @@ def export(
     group: Name = None,
     merged: Switch = False,
 ) -> Answer:
-    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. A LoRA
-    adapter is written alone; --merged merges it into its base model.
+    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. Writes a
+    LoRA adapter alone; --merged merges it into its base model.
 
     Args:
         out: The folder to create.
