@@ -73,7 +73,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     selects the picture's format. Raises UserError if the file cannot be written or the format is
     unknown.
 
-    Each bar is a call; with more than `MAX_BARS` calls, its height is the group's busy share.
+    Bars are calls or, with more than `MAX_BARS` calls, the group's busy share over time.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

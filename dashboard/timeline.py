@@ -162,7 +162,7 @@ class _Idle(NamedTuple):
     """Idle times between calls, in order."""
 
     start_s: np.ndarray
-    """[gaps] float64, as is `end_s`."""
+    """[gaps] float64; `end_s` has the same shape."""
     end_s: np.ndarray
     before: np.ndarray
     """[gaps] int64 index of the last call that ended before the gap, or -1."""
@@ -197,7 +197,7 @@ def covered(starts: np.ndarray, ends: np.ndarray, begin: float, width: float, nu
     [1.0, 1.5, 0.0, 0.0]
     """
     edges = begin + width * np.arange(number + 1)
-    # Time covered until each edge: the sum over begun calls of the time until their end or the
+    # Time covered until each edge: for each call that has begun, the time until its end or the
     # edge.
     s, e = np.sort(starts), np.sort(ends)
     sums_s, sums_e = np.concatenate([[0.0], np.cumsum(s)]), np.concatenate([[0.0], np.cumsum(e)])
@@ -228,7 +228,7 @@ class Lane:
     calls: np.ndarray
     """[bars] int64 index of each bar's call in the log."""
     start_s: np.ndarray
-    """[bars] float64, as is `end_s`."""
+    """[bars] float64; `end_s` has the same shape."""
     end_s: np.ndarray
     worker_s: np.ndarray
     """[bars] seconds in the worker."""
@@ -283,8 +283,7 @@ class Lane:
         return [(start, end, now) for (start, end), now in busy if now] + moments
 
     def shares(self, nodes: Sequence[int], num_bins: int) -> np.ndarray:
-        """Return the share of each bin that each node took: [nodes, bins]. Overlapping calls share
-        a bin.
+        """Return each node's share of each bin: [nodes, bins]. Overlapping calls share a bin.
 
         >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("n", 0.0, 1.5), ("m", 1.0, 2.0))]
         >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].shares([0, 1], 4).tolist()
@@ -325,7 +324,7 @@ class Timeline:
         """Indexes of the calls that overlap the window, sorted by start."""
         starts, ends = self.log.columns["start_s"], self.log.columns["end_s"]
         inside = (ends > self.start_s) & (starts < self.end_s)
-        # Include calls that took no time.
+        # A call that took no time overlaps nothing.
         moments = (starts == ends) & (starts >= self.start_s) & (ends <= self.end_s)
         rows = np.flatnonzero(inside | moments)
         return rows[np.argsort(starts[rows], kind="stable")]

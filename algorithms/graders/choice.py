@@ -83,7 +83,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         inside = plain(content)
         return (
             _at_start(inside, patterns)
-            # A box that is the whole text would recurse without end.
+            # Looking into a box that is the whole text would never end.
             or (inside != text and letter_of(inside, numbers=numbers))
             or None
         )

@@ -94,7 +94,7 @@ class Math(Grader):
     r"""1 if the final answer of the response equals the answer, otherwise 0.
 
     Rules compare numbers, units and words; `math-verify` compares formulas. The final answer is in
-    the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare
+    the last `\boxed{}`, after `####`, after "the answer is", or at the end. The answer may be bare
     (`\frac{1}{2}`) or end a solution.
 
     Comparisons run in a child process, which is replaced if one takes too long or too much memory.

@@ -33,7 +33,8 @@ def normalized(text: str) -> str:
 class Exact(Grader):
     """1 if the final answer of the response equals the given answer, otherwise 0.
 
-    The final answer is, after the reasoning, in a box, after "the answer is", or the whole text.
+    After the reasoning, the final answer is in a box, follows "the answer is", or is the whole
+    text.
     """
 
     is_verdict: ClassVar[bool] = True

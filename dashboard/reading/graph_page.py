@@ -205,8 +205,8 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """For each range of steps, which begins with `step`, count trained samples by how many versions
-    their oldest token was behind the trained weights.
+    """For each range of steps, beginning with `step`, count trained samples by the lag of their
+    oldest token behind the trained weights [versions].
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))

@@ -15,7 +15,7 @@ from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
-"""Maximum number of calls of a lane to send. For more calls, the page gets the busy shares of
+"""Maximum number of calls of a lane to send. With more calls, the page gets the busy shares of
 `width / 3` bins."""
 MOST_GAPS = 60
 """Maximum number of gaps of a lane to explain, longest first."""

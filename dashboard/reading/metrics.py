@@ -140,8 +140,8 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to about `points` points (4 or more), but keep its peaks. `x` [n] must be
-    increasing. Prefers finite values.
+    """Reduce a curve to about `points` points (4 or more), and keep its peaks. `x` [n] must be
+    increasing. Between its ends, a reduced curve has only finite values.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)

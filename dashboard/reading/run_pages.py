@@ -79,8 +79,8 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def why(run: RunReader, number: int) -> list[str]:
-    """Return what a group waits for, by the driver's last report or else the log. Raises UserError
-    if there is no such group, or the log is larger than MOST_LOG."""
+    """Return what a group waits for, from the driver's last report or else from the log. Raises
+    UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:

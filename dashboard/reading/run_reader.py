@@ -193,7 +193,7 @@ class RunReader:
         if self._summary is not None and self._summary[0] == state:
             return self._summary[1]
         made = self._new_summary()
-        # A running run changes all the time.
+        # Do not cache a running run, which changes all the time.
         self._summary = None if made["status"] == "running" else (state, made)
         return made
 

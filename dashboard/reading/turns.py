@@ -257,7 +257,7 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     while place < len(ids):
         number, text = 1, backend.decode([ids[place]], skip_special_tokens=False)
         if UNFINISHED in text:
-            # A character may need the next tokens.
+            # The next tokens may complete a character.
             for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
                 longer = backend.decode(list(ids[place : place + more]), skip_special_tokens=False)
                 if UNFINISHED not in longer:

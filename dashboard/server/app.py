@@ -40,7 +40,7 @@ from .safety import Access, Guard
 #     event: runs       data: {"runs": ["a", "b", "c"]}        a run was added or removed
 #     : beat                                                   every BEAT_S, for proxies
 #
-# Packages for this format install signal handlers.
+# Weft writes the format itself, because packages for it install signal handlers.
 
 
 LOOK_S = 0.25
@@ -72,7 +72,7 @@ class _EventStream:
         self._states: dict[str, dict[str, object]] = {}
         self._watcher: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
-        """Set at shutdown, to end all streams."""
+        """Set at shutdown; ends all streams."""
 
     async def events(self, runs: Collection[str]) -> AsyncIterator[bytes]:
         """Yield the events of these runs (all if empty) to a page until it disconnects."""
@@ -110,7 +110,7 @@ class _EventStream:
 
     def _look(self) -> tuple[list[tuple[bytes, str | None]], float]:
         """Return (event, run) for each change since the last check, and the CPU seconds of this
-        check. Run None addresses all pages."""
+        check. Events whose run is None go to all pages."""
         began = time.thread_time()
         found: list[tuple[bytes, str | None]] = []
         readers = self._catalogue.readers
@@ -217,7 +217,7 @@ class _Pages(StaticFiles):
 def answer(value: Any, status: int = 200) -> Response:
     """Return a value as a JSON response; NaN and infinities become null."""
     try:
-        # Nearly all answers have only finite numbers.
+        # Fast path: nearly all answers have only finite numbers.
         text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
         text = json.dumps(_finite(value), separators=(",", ":"), default=str)

@@ -32,8 +32,7 @@ GROUPS = 50
 MAX_SAMPLES_BYTES = 24 << 20
 """[bytes] Maximum size of the exported samples with their tokens."""
 MOST_UNFOLDED = 8
-"""Maximum number of timelines with the rank lanes of one worker group. One more has those of
-all."""
+"""Maximum number of timelines with the ranks of one worker group; one more has the ranks of all."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
@@ -132,7 +131,7 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 async def ask(app: FastAPI, target: str) -> Any:
     """Return the dashboard's answer at an address. Raises UserError if the answer is an error."""
-    # HTTP clients limit the length of addresses, which thousands of metric names exceed.
+    # Call the app directly: thousands of metric names exceed HTTP clients' limits on addresses.
     path, _, query = target.partition("?")
     body, status = bytearray(), [0]
 
@@ -215,12 +214,11 @@ def _static(target: str) -> str:
 
 
 def linked(folder: Path) -> str:
-    """Return a module and its imports as one script. Raises UserError for imports or exports of
-    other forms than these:
+    """Return a module and its imports as one script.
 
-    Each module becomes a function that returns its exports. Imports are lines `import { a, b } from
-    "./NAME.js";` without cycles. Exports are functions, constants or classes, exported at their
-    declaration.
+    Each module becomes a function that returns its exports. Imports must be lines `import { a, b }
+    from "./NAME.js";` without cycles, and exports functions, constants or classes that are exported
+    at their declaration (otherwise a UserError).
     """
     # Browsers do not load modules into a page from a file.
     parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, ENTRY, ()))]

@@ -80,7 +80,7 @@ class Serving:
 
     def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
         """Serve until the process gets a signal. With `idle_s`, also end after this many seconds
-        without a request, unless `goes_on()`."""
+        without a request, unless `goes_on()` is true."""
         app = _LastAsked(self.app)
         config = uvicorn.Config(
             app,
@@ -104,8 +104,8 @@ class Serving:
 
 
 class _LastAsked:
-    """Forwards requests, and records the time of the last one. An open page keeps a request open,
-    its event stream."""
+    """Forwards requests, and records the time of the last one. An open page keeps its event stream
+    open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
