@@ -117,7 +117,7 @@ class Math(Grader):
 class Gsm8k(Grader):
     """1 if the final number of the response equals the answer's, otherwise 0 (arXiv:2110.14168).
 
-    The final number is in the last box, after `####`, after "the answer is", or the last one. The
+    The final number is in the last box, after `####` or "the answer is", or is the last number. The
     answer is a number, or GSM8K's rationale with the number after `####`.
     """
 

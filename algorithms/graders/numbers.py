@@ -171,8 +171,8 @@ _UNITS = {
         for n in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
     },
 }
-"""Maps each dimension to its units, with their sizes and names. Weights and months have their own
-dimensions, because their sizes vary."""
+"""Maps each dimension to its units, with their sizes and names. Pounds are not converted to grams,
+nor months to days."""
 _UNIT_OF_NAME: dict[str, tuple[str, Fraction]] = {}
 for _dimension, _units in _UNITS.items():
     for _size, *_names in map(str.split, _units.split(", ")):
