@@ -77,7 +77,7 @@ class RegularExpression(Grader):
     is_verdict: ClassVar[bool] = True
 
     pattern: str
-    """Required. Regular expression in Python's syntax, with at most one group."""
+    """Required. Set it to a regular expression in Python's syntax, with at most one group."""
 
     @pydantic.field_validator("pattern")
     @classmethod
@@ -157,9 +157,9 @@ class LengthReward(Grader):
     """
 
     full_tokens: int = pydantic.Field(ge=0)
-    """[tokens] Required. Longest length with the full reward."""
+    """[tokens] Required. Set it to the longest length with the full reward."""
     no_tokens: int
-    """[tokens] Required. Shortest length with a reward of 0."""
+    """[tokens] Required. Set it to the shortest length with a reward of 0."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
@@ -186,7 +186,7 @@ class JsonSchema(Grader):
     is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
-    """Required. JSON Schema. Its `$schema` names the draft; the default is 2020-12."""
+    """Required. Set it to a JSON Schema. Its `$schema` names the draft; the default is 2020-12."""
 
     @pydantic.field_validator("json_schema")
     @classmethod
