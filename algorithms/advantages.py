@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The input of an estimator: the outcomes of B responses. The tensors have no gradient.
+    """Outcomes of B responses, the input of an estimator. The tensors have no gradient.
 
     >>> Outcomes.of([1.0, 0.0], groups=[0, 0]).lengths.tolist()
     [1, 1]
@@ -36,12 +36,11 @@ class Outcomes:
     rewards: Tensor
     """[B]; converted to float32 before comparisons."""
     groups: Tensor
-    """[B] int64: group index of each row, from 0 to the number of groups - 1. Rows may be in any
-    order."""
+    """[B] int64: group index of each row, from 0 to the number of groups - 1, in any order."""
     lengths: Tensor
-    """[B] int64: number of trained tokens in each response."""
+    """[B] int64: trained tokens of each response."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """The columns that the estimator names in its attribute `reads`, [B] each."""
+    """Columns that the estimator's attribute `reads` names, [B] each."""
 
     @classmethod
     def of(cls, rewards: object, groups: object, lengths: object = None, **columns: object) -> Outcomes:
@@ -62,22 +61,21 @@ class Outcomes:
 
 
 Estimator: TypeAlias = "Callable[[Outcomes], Tensor]"
-"""A function from outcomes to advantages [B]. If it needs more columns, it names them in an
-attribute `reads`."""
+"""A function from outcomes to advantages [B]. An attribute `reads` names further columns."""
 
 
 def group_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over i's group (GRPO, arXiv:2402.03300, §4.1.2).
 
-    std is the sample standard deviation (division by n - 1), as in implementations since the paper.
-    `epsilon` limits the advantages if the rewards of a group are nearly equal. Returns [B] float32.
-    The advantages are exactly 0, never NaN, in a group of one row or of equal rewards.
+    std is the sample standard deviation (division by n - 1). `epsilon` limits the advantages if the
+    rewards of a group are nearly equal. Returns [B] float32: exactly 0, never NaN, in a group of
+    one row or of equal rewards.
 
     >>> group_normalized(Outcomes.of([1.0, 0.0, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
     [1.1546..., -0.5773..., 0.0, -0.5773...]
     """
     centred, sizes = _centred(outcomes)
-    # In a group of one row, the result must be 0, not 0 / 0.
+    # Avoid 0 / 0 in a group of one row.
     variances = _sums(centred.square(), outcomes.groups, len(sizes)) / (sizes - 1).clamp(min=1)
     return (centred / (variances.sqrt() + epsilon).index_select(0, outcomes.groups)).float()
 
@@ -94,8 +92,7 @@ def group_centred(outcomes: Outcomes) -> Tensor:
 
 def leave_one_out(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
-    arXiv:2402.14740, eq. 7). Exactly 0 in a group of equal rewards, or of one row, which has no
-    others.
+    arXiv:2402.14740, eq. 7). Exactly 0 in a group of one row or of equal rewards.
 
     >>> leave_one_out(Outcomes.of([1.0, 0.0, 5.0, 0.5], groups=[0, 0, 1, 0])).tolist()
     [0.75, -0.75, 0.0, 0.0]
@@ -127,9 +124,8 @@ def valid_groups_centred(outcomes: Outcomes) -> Tensor:
     arXiv:2504.02546, with F_norm = 1).
 
     Rows in groups of equal rewards have no gradient, but count in the mean of the loss. The factor
-    compensates for that. It covers all rows of one call: the whole step under `Synchronous`, the
-    groups that are ready under other schedules. All advantages are 0 if no group has unequal
-    rewards.
+    compensates for that. It covers all rows of one call: the whole step under `Synchronous`, or the
+    ready groups under other schedules. Returns zeros if all groups have equal rewards.
 
     >>> valid_groups_centred(Outcomes.of([1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])).tolist()
     [1.0, -1.0, 0.0, 0.0]
@@ -144,8 +140,8 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
     """A_i = max(r) - max of the other rewards in i's group (max@k, or pass@k if rewards are 0 and
     1; arXiv:2503.19595).
 
-    k is the group size. The objective is the best reward of k samples. So only a unique best row
-    has an advantage: its lead over the second best. Never negative. Exactly 0 in a group of one
+    The objective is the best reward of k samples, where k is the group size. So only a unique best
+    row has an advantage: its lead over the second best. Never negative. Exactly 0 in a group of one
     row, or with several best rows.
 
     >>> best_of_group(Outcomes.of([1.0, 0.25, 5.0, 0.0], groups=[0, 0, 1, 0])).tolist()
@@ -159,8 +155,7 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
         return of_group.scatter_reduce_(0, groups, values, "amax").index_select(0, groups)
 
     best = rewards == largest(rewards)
-    # If there are several best rows, the maximum stays the same without one of them, so none has an
-    # advantage.
+    # With several best rows, removing one does not change the maximum.
     alone = (_sums(best.double(), groups, len(sizes)) == 1) & (sizes > 1)
     lead = rewards - largest(torch.where(best, -torch.inf, rewards))
     return torch.where(best & alone.index_select(0, groups), lead, 0.0).float()
@@ -170,17 +165,14 @@ def best_of_group(outcomes: Outcomes) -> Tensor:
 class GreedyBaseline:
     """A_i = r_i - the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505).
 
-    The graph samples twice. First it samples greedy responses: `greedy =
-    reward.score(rollout.generate(prompts, sampling=Sampling(temperature=0)),
-    into="baseline_reward")`. Then it calls `rollout.generate(greedy, n=...)`, whose rows inherit
-    the columns of their parents.
+    The graph `greedy_baselines` samples and scores the greedy responses.
 
     >>> greedy_baseline(Outcomes.of([1.0, 0.0], groups=[0, 1], baseline_reward=[0.5, 0.25])).tolist()
     [0.5, -0.25]
     """
 
     column: str = str(BASELINE_REWARD)
-    """Name of the column with the greedy response's reward, [B], equal in all rows of a prompt."""
+    """Column with the reward of the prompt's greedy response, [B]."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -204,14 +196,13 @@ GROUP_RELATIVE = (
 
 
 def is_group_relative(estimator: object) -> bool:
-    """Return whether an estimator is in `GROUP_RELATIVE`, possibly with some arguments bound."""
-    # `functools.partial` keeps the estimator in its attribute `func`.
+    """Return whether an estimator is in `GROUP_RELATIVE`, possibly through `functools.partial`."""
     return getattr(estimator, "func", estimator) in GROUP_RELATIVE
 
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     """Return whether the rewards of each group are equal: [groups] bool, in the order of
-    `samples.groups()`. Rewards with a NaN never are.
+    `samples.groups()`; false for groups with a NaN.
 
     >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]
@@ -230,7 +221,7 @@ def groups_without_signal(
     samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
 ) -> Metrics:
     """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
-    estimator reads other columns, because equal rewards then do not imply advantages of 0.
+    estimator reads other columns: equal rewards then do not imply advantages of 0.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
@@ -256,16 +247,14 @@ def group_advantages(
     reward: str = str(REWARD),
     whiten: bool = False,
 ) -> Batch:
-    """Compute advantages relative to the rest of the group. All tokens of a response get the same
-    advantage.
+    """Compute advantages within each group, equal for all tokens of a response.
 
     Args:
-        samples: whole groups. The run reports the share of groups without signal
-            (`groups_without_signal`).
+        samples: whole groups.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
             deviation 1. With `estimator=group_centred`, this is the baseline variant of REINFORCE++
-            (arXiv:2501.03262). A call covers the whole step under `Synchronous`, and the groups
-            that are ready under other schedules.
+            (arXiv:2501.03262). A call covers the whole step under `Synchronous`, or the ready
+            groups under other schedules.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
@@ -287,8 +276,8 @@ def group_advantages(
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
     """Return rewards minus the mean of their group [B], and group sizes [groups], both in float64.
 
-    Sums of equal float32 numbers are exact in float64, so equal rewards give exact zeros.
-    Otherwise, rounding errors divided by an equally small deviation would look like advantages.
+    Sums of equal float32 numbers are exact in float64, so equal rewards give exact zeros. Rounding
+    errors, divided by an equally small deviation, would look like advantages.
     """
     rewards, groups = outcomes.rewards.float().double(), outcomes.groups
     sizes = torch.bincount(groups).double()

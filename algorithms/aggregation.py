@@ -1,5 +1,5 @@
-"""Aggregation: reduces per-token losses to one number, loss = sum_t w_t l_t / sum of counts. The
-result does not depend on microbatches or ranks."""
+"""Aggregation of per-token losses to one number: sum_t w_t l_t / sum of counts. The result does not
+depend on microbatches or ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Aggregation(Protocol):
-    """Weights for the tokens, and the divisor of their weighted sum."""
-
     def weights(self, rows: PackedRows) -> Tensor:
         """Return the token weights: [T] float32, 0 for masked tokens."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Return the count of these rows. The engine sums the counts of all rows of the step."""
+        """Return the count of these rows; the engine adds the counts of a step."""
         ...
 
 
@@ -46,7 +44,7 @@ class SequenceMean:
     """
 
     def weights(self, rows: PackedRows) -> Tensor:
-        # For a row without a trained token, the weight must be 0, not 0 / 0.
+        # Avoid 0 / 0 in a row without a trained token.
         return rows.trained / rows.per_token(rows.trained_lengths.clamp(min=1))
 
     def count(self, rows: PackedRows) -> float:
@@ -64,7 +62,7 @@ class FixedLength:
     """
 
     max_tokens: int
-    """[tokens] The constant length, usually the longest response that sampling allows."""
+    """[tokens] The constant length, usually the maximum length of a response."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -83,12 +81,11 @@ fixed_length = FixedLength
 
 
 class AggregatedLoss(FrozenLoss):
-    """A per-token loss with the aggregation of its tokens."""
+    """A per-token loss with an aggregation."""
 
     aggregation: Aggregation = token_mean
-    """How to aggregate the losses of tokens: `token_mean`, `sequence_mean` or
-    `fixed_length(max_tokens)`. The default weights all tokens equally. Choose `sequence_mean` to
-    weight all responses equally."""
+    """Aggregation of token losses: `token_mean`, `sequence_mean` or `fixed_length(max_tokens)`.
+    Choose `sequence_mean` to weight all responses equally instead of all tokens."""
 
     def count(self, rows: PackedRows) -> float:
         return self.aggregation.count(rows)

@@ -1,15 +1,14 @@
-"""Corrections: weights for tokens that were sampled from another policy, computed from the
-probability ratio between trainer and generator.
+"""Corrections: weights for tokens that another policy sampled, from the ratio of its probabilities
+to the trainer's.
 
 TruncatedImportance(cap=2.0)                                  the weight is the ratio, at most `cap`
 Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
 (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
 
-An update involves three policies. The *generator* (behavior policy) sampled the tokens. It may have
-older weights, other numerics, or a truncated distribution. The *trainer* is the policy in its own
-engine before the update (the proximal policy of decoupled PPO). The *current* policy gets the
-gradient. A correction turns the ratio trainer / generator into a constant weight for the policy
-gradient of each token.
+An update involves three policies. The *generator* (behavior policy) sampled the tokens, perhaps
+with older weights or other numerics. The *trainer* is the policy in its own engine before the
+update (the proximal policy of decoupled PPO). The *current* policy gets the gradient. A correction
+maps the ratio trainer / generator to a constant weight for the policy gradient of each token.
 """
 
 from __future__ import annotations
@@ -29,22 +28,18 @@ if TYPE_CHECKING:
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio of a token ("token"), the product of ratios over its response ("sequence"), or their
-geometric mean ("geometric")."""
 
 
 @runtime_checkable
 class Correction(Protocol):
-    """A function from log-ratios to weights. Instances are values: equal settings give equal
-    weights."""
+    """A function from log-ratios to weights."""
 
     weighs: ClassVar[bool]
-    """Whether the weight corrects for the ratio. If not, it is 0 or 1 and only selects tokens."""
+    """Whether the weight corrects for the ratio; otherwise it is 0 or 1 and selects tokens."""
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three [T] tensors: the weights (finite, without a gradient), whether the ratio was
-        above the largest or below the smallest weight (bool), and whether the token is left out
-        (bool).
+        """Return three [T] tensors: the weights (finite, without a gradient), whether a bound
+        truncated the weight (bool), and whether the token is masked (bool).
 
         `log_ratio` is [T] nats, log p_trainer - log p_generator, and 0 for tokens that are not
         trained.
@@ -53,7 +48,7 @@ class Correction(Protocol):
 
 
 class RatioCorrection(Config):
-    """A correction by the ratio p_trainer / p_generator: `TruncatedImportance` or `Rejection`."""
+    """A correction by the ratio p_trainer / p_generator."""
 
     level: Level = "token"
     """Ratio to use: "token", "sequence" (product over the response) or "geometric" (geometric mean
@@ -73,9 +68,9 @@ class TruncatedImportance(RatioCorrection):
     is decoupled PPO (arXiv:2110.00641; for language models AReaL, arXiv:2505.24298):
     `PolicyLoss(old="old_logprobs", correction=TruncatedImportance())`.
 
-    The cap limits the weights, which biases the gradient towards the generator. Sequence-level
-    weights are exact for a reward of the whole response, but their variance grows with the length.
-    "geometric" avoids this variance but has another bias.
+    The cap biases the gradient towards the generator. Sequence-level weights are exact for a reward
+    of the whole response, but their variance grows with the length. "geometric" avoids this
+    variance but has another bias.
 
     >>> log_ratio, rows = torch.tensor([2.0, 0.5]).log(), PackedRows.of([2])
     >>> TruncatedImportance(cap=1.5)(log_ratio, rows)[0].tolist()
@@ -87,12 +82,11 @@ class TruncatedImportance(RatioCorrection):
     """
 
     cap: float = Field(default=2.0, gt=0)
-    """[ratio] Maximum weight of a token. A value below 1 also scales down tokens with equal
-    probability under both policies. Lower it if single tokens make the gradient jump; raise it for
-    less bias towards the generator."""
+    """[ratio] Maximum weight of a token. Lower it if single tokens make the gradient jump; raise it
+    for less bias towards the generator."""
     floor: float = Field(default=0.0, ge=0)
     """[ratio] Minimum weight of a token. Raise it to keep tokens in the loss that the trainer finds
-    unlikely; this gives them too much weight."""
+    unlikely, at the cost of a bias."""
 
     @model_validator(mode="after")
     def _floor_is_below_cap(self) -> TruncatedImportance:
@@ -112,9 +106,8 @@ class Rejection(RatioCorrection):
     """Mask tokens, or whole responses, whose p_trainer / p_generator is outside `keep`.
 
     At token level this is the double-sided mask of IcePop (Ring-1T, arXiv:2510.18855); at the other
-    levels it rejects sequences. Masked tokens have no policy gradient, but still count in the mean
-    of the loss. Otherwise the few remaining tokens of a bad batch would weigh as much as a whole
-    good batch.
+    levels it rejects sequences. Masked tokens have no policy gradient, but count in the mean of the
+    loss. Otherwise the few remaining tokens of a bad batch would weigh as much as a good batch.
 
     >>> log_ratio, rows = torch.tensor([4.0, 1.0, 1.0]).log(), PackedRows.of([2, 1])
     >>> Rejection(keep=(0.5, 2.0))(log_ratio, rows)[0].tolist()
@@ -127,8 +120,8 @@ class Rejection(RatioCorrection):
         Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1, allow_inf_nan=True)]
     ] = (0.5, 2.0)
     """[ratio] Minimum and maximum p_trainer / p_generator to keep; the maximum may be infinity.
-    Raise the minimum to mask more tokens that the trainer finds less likely. Lower the maximum if
-    the log-probability gap is large and training is unstable."""
+    Raise the minimum to mask more tokens that the trainer finds unlikely. Lower the maximum if
+    training is unstable."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(("low", "high"), "set keep=(low, high)")
 
@@ -136,7 +129,7 @@ class Rejection(RatioCorrection):
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
         ratio = self._ratio(log_ratio, rows)
-        # NaN fails both comparisons, so it is left out.
+        # NaN fails both comparisons, so its token is masked.
         smallest, largest = self.keep
         inside = (ratio >= smallest) & (ratio <= largest)
         return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
@@ -145,8 +138,7 @@ class Rejection(RatioCorrection):
 def combined(
     corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine corrections: multiply their weights, and leave out each token that any of them leaves
-    out.
+    """Combine corrections: multiply their weights, and mask tokens that any of them masks.
 
     >>> icepop = (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))
     >>> combined(icepop, torch.tensor([4.0, 8.0, 0.25]).log(), PackedRows.of([3]))[0].tolist()

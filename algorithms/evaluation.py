@@ -1,5 +1,4 @@
-"""Evaluation: sample responses to held-out prompts, and score them with confidence intervals over
-prompts."""
+"""Evaluation on held-out prompts, with confidence intervals over prompts."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from .sampling import Sampling
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Estimate the probability that at least one of k samples solves a prompt, given that c of n
-    samples solve it. The estimator 1 - C(n - c, k) / C(n, k) is unbiased (arXiv:2107.03374, eq. 1).
-    Raises a ValueError if k is not between 1 and n, or if c is not between 0 and n.
+    """Return the unbiased estimate 1 - C(n - c, k) / C(n, k) of the probability that at least one
+    of k samples solves a prompt, if c of n samples solve it (arXiv:2107.03374, eq. 1). Raises a
+    ValueError if k is not between 1 and n, or c not between 0 and n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4), pass_at_k(4, 0, 4)
     (0.25, 0.5, 1.0, 0.0)
@@ -46,15 +45,14 @@ def score_prompts(
     reward: str = str(REWARD),
     verdict: str = str(REWARD),
 ) -> Metrics:
-    """Compute avg@n and pass@k over prompts, because the samples of one prompt are not independent.
+    """Compute avg@n and pass@k over prompts; the samples of one prompt are not independent.
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
-        n: number of samples requested per prompt. If samples of a prompt were dropped, the
-            remaining ones count.
-        k: values of k for pass@k. Prompts with fewer than k samples are excluded.
+        n: number of samples requested per prompt; some may have been dropped.
+        k: values of k for pass@k, which excludes prompts with fewer than k samples.
         solved: lowest verdict of a correct sample.
-        verdict: column that marks correct samples; may be one component of the reward.
+        verdict: column that marks correct samples.
 
     >>> samples = Batch.of(group_id=[3, 3, 7, 7], reward=[1.0, 0.0, 0.0, 0.0])
     >>> {name: metric.value for name, metric in score_prompts(samples, n=2, k=(1, 2)).items()}
@@ -89,10 +87,9 @@ def evaluate(
     """Score n responses to each prompt, and measure avg@n and pass@k with 95 % confidence
     intervals.
 
-    avg@n is the mean reward. pass@k counts correct responses, as judged by the grader (such as
-    `Math`) among the reward functions. If there is no grader, a response is correct if its reward
-    is at least `solved`. pass@k is then measured only if `solved` or `k` is given or `n` is above
-    1.
+    avg@n is the mean reward. For pass@k, the grader (such as `Math`) among the reward functions
+    decides whether a response is correct. Without a grader, a response is correct if its reward is
+    at least `solved`, and pass@k is measured only if `solved` or `k` is given or `n` is above 1.
 
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
@@ -107,13 +104,12 @@ def evaluate(
             f"evaluate(n={n}, k={tuple(k)}): pass@{wrong[0]} needs n of at least {wrong[0]}, and k of at least 1"
         )
     samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
-    # The column of the reward group's only grader, if there is one.
     find = getattr(getattr(reward, "config", None), "verdict", None)
     if verdict is not None:
         found = f"{REWARD}/{verdict}"
     else:
         found = find(str(REWARD)) if find is not None else None
-    # For a single sample without a grader or threshold, correctness is undefined.
+    # Correctness is undefined for a single sample without a grader or threshold.
     if not (k or n > 1 or found or solved is not None):
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
@@ -130,12 +126,12 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
     for fewer than two.
 
     If all values are 0 or 1, this is Wilson's score interval (JASA 22, 1927), which stays wide even
-    if all values are equal. For other values, it is Student's t interval. The variance tells the
-    two cases apart: values in [0, 1] are all 0 or 1 exactly if their variance is mean (1 - mean).
+    if all values are equal; otherwise it is Student's t interval. Values in [0, 1] are all 0 or 1
+    exactly if their variance is mean (1 - mean).
 
-    If there are several samples per prompt, pass the means of the prompts. An interval over all
-    samples would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population
-    standard deviation.
+    With several samples per prompt, pass the means of the prompts: an interval over all samples
+    would be too narrow (clustered errors, arXiv:2411.00640). `std` is the population standard
+    deviation.
 
     >>> [round(end, 3) for end in interval(0.5, 0.5, 100)], [round(end, 3) for end in interval(0.0, 0.0, 100)]
     ([0.404, 0.596], [0.0, 0.037])
@@ -148,8 +144,7 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
         middle = (mean + Z**2 / (2 * number)) / (1 + Z**2 / number)
         half = Z / (1 + Z**2 / number) * math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
         return max(0.0, middle - half), min(1.0, middle + half)
-    # The population deviation / sqrt(n - 1) equals the sample deviation / sqrt(n), which is the
-    # standard error.
+    # The standard error: population deviation / sqrt(n - 1) = sample deviation / sqrt(n).
     half = student_t(number - 1) * std / math.sqrt(number - 1)
     return mean - half, mean + half
 
@@ -157,8 +152,8 @@ def interval(mean: float, std: float, number: float) -> tuple[float, float] | No
 def student_t(freedom: float) -> float:
     """Return the half-width of the central 95 % of Student's t distribution, in standard errors.
 
-    Uses an expansion around the normal distribution (Abramowitz and Stegun, 26.7.5). The error is
-    below 0.2 % from 3 degrees of freedom on; for 1 and 2 the result is exact.
+    Exact for 1 and 2 degrees of freedom. From 3 on, an expansion around the normal distribution
+    (Abramowitz and Stegun, 26.7.5) has an error below 0.2 %.
 
     >>> [round(student_t(freedom), 3) for freedom in (1, 2, 4, 30, 1e9)]
     [12.706, 4.303, 2.776, 2.042, 1.96]

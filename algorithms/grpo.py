@@ -26,8 +26,8 @@ def greedy_baselines(
     prompts: Any, *, rollout: Rollout, reward: Rewarder, sampling: Sampling = Sampling()
 ) -> Any:
     """Sample greedy responses, and store their reward as `baseline_reward` (ReMax,
-    arXiv:2310.10505). Responses generated from these rows inherit this column, and the estimator
-    `greedy_baseline` subtracts it."""
+    arXiv:2310.10505). Responses generated from these rows inherit the column, which the estimator
+    `greedy_baseline` subtracts."""
     greedy = rollout.generate(prompts, n=1, sampling=sampling.greedy)
     return reward.score(greedy, into=str(BASELINE_REWARD))
 
@@ -50,13 +50,12 @@ def grpo(
 ) -> Any:
     """Group-relative policy optimization (arXiv:2402.03300), with n responses per prompt.
 
-    The actor makes `epochs` passes of `minibatches` steps each. If the loss needs old
-    log-probabilities, the actor computes them before the update. If the estimator compares with the
-    reward of greedy responses (ReMax), the graph samples these as well.
+    The actor makes `epochs` passes of `minibatches` optimizer steps each. If the loss needs old
+    log-probabilities, the actor computes them before the update. If the estimator reads
+    `baseline_reward` (ReMax), the graph also samples greedy responses.
 
-    `entropies` adds the entropy of each token to the samples. The forward pass that computes the
-    log-probabilities also computes the entropies. If only entropies are needed, it runs for them
-    alone.
+    `entropies` adds the entropy of each token, at the cost of a forward pass if the loss needs no
+    old log-probabilities.
     """
     if str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
         prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
@@ -77,32 +76,32 @@ def grpo(
 def first_of_group(
     samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
 ) -> Batch:
-    """Keep the `n` rows of each group that get the column `by` first, and cancel the others.
+    """Keep the first `n` rows of each group to get the column `by`, and cancel the others.
 
     Generate more samples than needed, so that no group waits for its slowest ones:
-    `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Work on a canceled row is
-    skipped if it has not begun; a late result is discarded.
+    `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Weft skips work on
+    canceled rows and discards late results.
 
     Args:
-        n: number of rows to keep of each group, or all of them if the group has fewer.
-        deadline_s: seconds after a group's first finished row at which the group continues with the
-            rows that it has; None waits for `n` rows.
+        n: rows to keep per group; smaller groups keep all.
+        deadline_s: seconds after a group's first finished row until the group continues with fewer
+            than `n` rows; None waits for `n` rows.
 
     >>> first_of_group(Batch.of(sample_id=[1, 2], reward=[0.0, 1.0]), 2).numpy("sample_id").tolist()
     [1, 2]
     """
-    # The buffer applies this limit when it claims rows, so keep every row that arrives here.
+    # The buffer applies the limit, so keep every row that arrives here.
     return samples
 
 
 @node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
     """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
-    groups of one row; groups with a NaN reward are kept. The metric `zero_variance_groups` counts
+    groups of one row, but keep groups with a NaN reward. The metric `zero_variance_groups` counts
     the dropped groups.
 
-    In training, other prompts replace the dropped groups, so steps keep their size. If all groups
-    have equal rewards, sampling never ends.
+    In training, other prompts replace the dropped groups. If all groups have equal rewards,
+    sampling never ends.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> kept, metrics = drop_zero_variance(samples)
@@ -116,20 +115,16 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict[str, Metric]:
     """Measure whether trained responses are shorter than sampled ones.
 
-    Short responses finish first. So a run that cancels the slowest responses, or drops stale ones,
-    trains on short responses more often than it samples them. The policy then learns to be short
-    for no other reason.
+    Short responses finish first. A run that cancels slow responses, or drops stale ones, therefore
+    trains on too many short ones, and the policy learns to be short.
 
-    `length_ratio` is the number of trained tokens divided by the number expected if as many
-    responses were drawn uniformly from the finished ones. 1 means no bias. The metric can be merged
-    over windows and ranks. For an empty window, metrics have weight 0 and value NaN. Raises a
-    ValueError if a length is negative.
+    `length_ratio` is the mean trained length divided by the mean finished length; 1 means no bias.
+    Without responses, metrics have weight 0 and value NaN. Raises a ValueError for a negative
+    length.
 
     Args:
-        trained_lengths: [B] number of tokens of each response that was trained on within a window,
-            such as a step.
-        finished_lengths: [N] number of tokens of each response that finished (or was issued) within
-            the window, including the trained ones.
+        trained_lengths: [B] tokens of each response that was trained on in a step.
+        finished_lengths: [N] tokens of each response that finished in the step.
 
     >>> {name: metric.value for name, metric in length_bias([2, 4], [2, 4, 6, 12]).items()}
     {'length_ratio': 0.5, 'mean_trained_length': 3.0, 'mean_finished_length': 6.0}
@@ -140,7 +135,7 @@ def length_bias(trained_lengths: ArrayLike, finished_lengths: ArrayLike) -> dict
     if min(trained.min(initial=0), finished.min(initial=0)) < 0:
         raise ValueError("a response has a negative length")
     total, number = float(trained.sum()), len(trained)
-    # Expected number of tokens if as many responses were drawn uniformly from the finished ones.
+    # Expected tokens of `number` responses drawn uniformly from the finished ones.
     expected = number * float(finished.mean()) if len(finished) else 0.0
     return {
         "length_ratio": Mean(total if expected else 0.0, expected),

@@ -1,16 +1,15 @@
 """Per-token estimators of the KL divergence (J. Schulman, "Approximating KL Divergence", 2020).
 
-Tokens are sampled from the policy p, q is the reference, and d = log p - log q of the sampled
-token. The *values* of k1 and k3 are unbiased estimates of KL(p || q); k2 has a bias of O(d^3).
-`absolute` is a different distance, and `full_kl` is the exact divergence over the vocabulary.
+The policy p samples the tokens, q is the reference, and d = log p - log q of the sampled token. The
+*values* of k1 and k3 are unbiased estimates of KL(p || q); k2 has a bias of O(d^3). `absolute` is a
+different distance, and `full_kl` is the exact divergence over the vocabulary.
 
-If the estimators are used as losses, their *gradients* through `logprobs` differ
-(arXiv:2506.09477): none includes the score-function term of the sampling itself. `StraightThrough`
-combines the value of one estimator with the gradient of another.
+As losses, the estimators have different *gradients* through `logprobs` (arXiv:2506.09477); none
+includes the score-function term of the sampling itself. `StraightThrough` combines the value of one
+estimator with the gradient of another.
 
-A penalty is a term either of the loss (`KlPenalty`) or of the reward
-(`rewards.penalized_token_rewards`). In the reward, the coefficient is a constant or an
-`AdaptiveCoefficient`.
+A penalty belongs either to the loss (`KlPenalty`) or to the reward
+(`rewards.penalized_token_rewards`, with a constant coefficient or an `AdaptiveCoefficient`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """k1 = d, with d = log p - log q (Schulman 2020). Unbiased, with high variance; may be
-    negative.
+    """k1 = d = log p - log q (Schulman 2020). Unbiased, with high variance; may be negative.
 
-    As a loss, its gradient is grad log p, which is zero in expectation and does *not* pull towards
+    As a loss, its gradient is grad log p, whose expectation is zero, so it does *not* pull towards
     the reference. Use k1 in a reward, and `k2` or `k3` in a loss.
 
     Args, here and below: logprobs: [T] nats, of the sampled tokens under the policy; with a
@@ -46,9 +44,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """k2 = d^2 / 2, with d = log p - log q (Schulman 2020). Never negative, with low variance and a
-    bias of O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of the gradient
-    of KL(p
-    || q).
+    bias of O(d^3). As a loss, its gradient d * grad log p is an unbiased estimate of grad KL(p || q).
 
     >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])).tolist()
     [0.125, 0.5]
@@ -61,13 +57,12 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     Unbiased and never negative.
 
     As a loss, its gradient is (1 - q/p) grad log p, which estimates the gradient of the opposite
-    direction KL(q || p). It would grow without bound where q/p is huge, so d is clamped at -20;
-    there is no gradient below.
+    direction KL(q || p). d is clamped at -20, without a gradient below, because exp(-d) would
+    overflow for tokens that the policy has almost ruled out.
 
     >>> k3(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 - 0.6931472])).tolist()
     [0.0, 0.19314...]
     """
-    # exp(-d) would overflow for tokens that the policy has almost ruled out.
     d = (logprobs - reference_logprobs.detach()).clamp(min=-20.0)
     return torch.expm1(-d) + d
 
@@ -83,9 +78,8 @@ def absolute(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), computed exactly from logits [T, V], which need
-    not be normalized. The gradient flows to `logits`. For the other direction, swap the two
-    arguments (and detach). The whole vocabulary must fit in memory.
+    """KL(p || q) = sum_v p_v (log p_v - log q_v), computed exactly from unnormalized logits [T, V].
+    The gradient flows to `logits` only.
 
     >>> full_kl(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0986123, 0.0]])).tolist()  # 1/2, 1/2 from 3/4, 1/4
     [0.1438...]
@@ -98,8 +92,8 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
 class StraightThrough:
     """The value of one estimator with the gradient of another.
 
-    The default gradient, k2, is that of KL(p || q). For example, `StraightThrough(k3)` has the
-    value of k3 and the gradient of k2.
+    `StraightThrough(k3)` has the value of k3 and the gradient of k2, which is the gradient of KL(p
+    || q).
 
     >>> logprobs = torch.tensor([-2.0], requires_grad=True)
     >>> kl = StraightThrough(k1)(logprobs, torch.tensor([-1.0]))
@@ -108,9 +102,9 @@ class StraightThrough:
     """
 
     value: Callable[..., Any]
-    """(logprobs [T], reference_logprobs [T]) -> [T]: the estimator for the value."""
+    """Estimator for the value: (logprobs [T], reference_logprobs [T]) -> [T]."""
     gradient: Callable[..., Any] = k2
-    """The estimator for the gradient, with the same signature."""
+    """Estimator for the gradient, with the same signature."""
 
     def __call__(self, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
         # The value of `pull - pull.detach()` is 0, but it carries the gradient.
@@ -119,30 +113,28 @@ class StraightThrough:
 
 
 class AdaptiveCoefficient(Config):
-    """A KL coefficient that is adapted to reach a target divergence (arXiv:1909.08593, §2.2).
+    """A KL coefficient that adapts to reach a target divergence (arXiv:1909.08593, §2.2).
 
     The update is beta <- beta (1 + e K), with the error e = clip(KL / target - 1, -0.2, 0.2) and
-    the gain K = num_steps / horizon. The object is immutable: `updated` returns the next one. For a
-    constant coefficient, use a number.
+    the gain K = num_steps / horizon. For a constant coefficient, use a number.
 
     >>> AdaptiveCoefficient(value=0.1, target=6.0, horizon=1000).updated(observed_kl=12.0, num_steps=100).value
     0.102...
     """
 
     value: float = Field(default=0.2, ge=0)
-    """[reward/nat] The coefficient; `updated` changes it. Raise its initial value if the policy
-    leaves the reference before the controller reacts."""
+    """[reward/nat] Initial coefficient. Raise it if the policy leaves the reference before the
+    coefficient has adapted."""
     target: float = Field(default=6.0, gt=0)
     """[nats] Target KL divergence of the policy from the reference, per response. Raise it to let
     the policy move further away."""
     horizon: float = Field(default=10_000, gt=0)
-    """[steps] Number of steps for a change of the coefficient by at most a fifth, in the unit of
-    `num_steps` (episodes in the paper). Raise it if the coefficient oscillates."""
+    """[steps] Steps in which the coefficient changes by at most a fifth, in the unit of `num_steps`
+    (episodes in the paper). Raise it if the coefficient oscillates."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].
-        Raises a UserError if the new coefficient would be below 0, which happens for more than five
-        horizons at once."""
+        Raises a UserError if it would be below 0, which takes more than five horizons at once."""
         error = min(max(observed_kl / self.target - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_steps / self.horizon)
         return AdaptiveCoefficient(value=value, target=self.target, horizon=self.horizon)
@@ -153,8 +145,8 @@ class KlPenalty(Config):
     reference)."""
 
     coefficient: float = Field(gt=0)
-    """[loss/nat] Required. Set it to the penalty per nat of divergence; the GRPO paper uses 0.04.
-    Raise it if responses drift away from the reference."""
+    """[loss/nat] Required. Penalty per nat of divergence; the GRPO paper uses 0.04. Raise it if
+    responses drift away from the reference."""
     estimator: Callable[..., Any] = k3
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3`, `absolute` or
     a `StraightThrough` of two of them. Choose `k1` for an unbiased value, `k3` for low variance."""

@@ -1,8 +1,8 @@
-"""Loss: the interface between losses and a training engine, and the packed rows that losses get.
+"""Loss: the interface between losses and a training engine, and their input, packed rows.
 
 A loss returns a *sum* over tokens, and the number to divide it by (tokens or sequences). The engine
 adds these counts over all rows and ranks, and divides once. So the gradient does not depend on
-microbatches or on the number of ranks.
+microbatches or ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Response tokens of B rows end to end, with the columns that a loss reads.
+    """Response tokens of B rows, laid end to end, with the columns that a loss reads.
 
     >>> rows = PackedRows.of([2, 1], advantages=[1.0, 1.0, -1.0], response_mask=[1, 0, 1])
     >>> len(rows), rows.num_tokens, rows.row_of_token.tolist()
@@ -41,13 +41,13 @@ class PackedRows:
     cu_seqlens: Tensor
     """[B + 1] int64; row i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Columns by name: [T] if they have one value per token, [B] if they have one value per row."""
+    """Columns by name: [T] with one value per token, or [B] with one value per row."""
     counted_tokens: int | None = None
-    """T, if the host knows it; None means that it must be read from the device."""
+    """T, if the host knows it; None reads it from the device."""
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, **columns: object) -> PackedRows:
-        """Create rows from their lengths, and from columns given as tensors or lists."""
+        """Create rows from their lengths and columns."""
         given = lengths if hasattr(lengths, "dtype") else list(lengths)
         lengths_B = torch.as_tensor(given, dtype=torch.int64)
         cu_seqlens = torch.nn.functional.pad(lengths_B.cumsum(0), (1, 0))
@@ -84,15 +84,15 @@ class PackedRows:
 
     @cached_property
     def trained(self) -> Tensor:
-        """[T] float32, 1 for trained tokens, otherwise 0. This is `response_mask`, or 1 for all
-        tokens if there is no such column."""
+        """[T] float32, 1 for trained tokens, otherwise 0: `response_mask`, or all ones without that
+        column."""
         if RESPONSE_MASK in self:
             return self[RESPONSE_MASK].to(torch.float32)
         return torch.ones(self.num_tokens, dtype=torch.float32, device=self.cu_seqlens.device)
 
     @cached_property
     def trained_lengths(self) -> Tensor:
-        """[B] float32: number of trained tokens in each row."""
+        """[B] float32: trained tokens of each row."""
         return self.sums(self.trained)
 
     @cached_property
@@ -101,9 +101,8 @@ class PackedRows:
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """Return the values of trained tokens, and 0 for other tokens, whose values may be
-        anything: [T]. Differentiable."""
-        # Do not multiply, because 0 * NaN is NaN, in the forward and in the backward pass.
+        """Replace the values of masked tokens, which may be NaN, with 0: [T]. Differentiable."""
+        # Multiplication would give 0 * NaN = NaN, in the forward and the backward pass.
         return torch.where(self.trained > 0, values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
@@ -117,9 +116,9 @@ class PackedRows:
 
 
 def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRows:
-    """Concatenate columns of a batch, and its `response_mask` if it has one. Do not write to the
-    result, because nothing is copied. The column `ragged` sets the lengths of rows. Other columns
-    have these lengths, or one value per row.
+    """Pack columns of a batch, and its `response_mask` if it has one. The column `ragged` sets the
+    lengths of rows; other columns have these lengths, or one value per row. Do not write to the
+    result: it shares memory with the batch.
 
     >>> rows = response_rows(Batch.of(response_ids=[[5, 6], [7]], reward=[1.0, 0.0]), "response_ids", "reward")
     >>> rows.lengths.tolist(), rows["reward"].tolist()
@@ -135,8 +134,8 @@ def response_rows(samples: Batch, ragged: object, *columns: object) -> PackedRow
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss over response tokens. Losses with equal settings compare equal. A custom loss may
-    inherit from `FrozenLoss`, which has defaults, but need not: engines only use this protocol."""
+    """A loss over response tokens. Losses with equal settings compare equal. `FrozenLoss` has
+    defaults, but a custom loss need not inherit from it."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -151,18 +150,18 @@ class Loss(Protocol):
     @property
     def needs_entropy(self) -> bool:
         """Whether the engine must compute `rows["entropy"]` ([T] nats) with a gradient. If not,
-        trained rows may have it without a gradient, when it costs nothing."""
+        rows may still have it without a gradient."""
         ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the loss compares the rows of a group (by `rows["group_id"]`, if it reads that).
-        Groups then stay together in ranks, microbatches and minibatches."""
+        """Whether the loss compares the rows of a group. Groups then stay together in ranks,
+        microbatches and minibatches."""
         ...
 
     def count(self, rows: PackedRows) -> float:
-        """Return the divisor of the loss of these rows. The engine adds these numbers over
-        microbatches and ranks."""
+        """Return the divisor for these rows. The engine adds the divisors of all microbatches and
+        ranks."""
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
@@ -170,15 +169,15 @@ class Loss(Protocol):
 
         Args:
             logprobs: [T] nats, of the response tokens under the policy; with a gradient.
-            rows: rows with the columns of `reads`, which get no gradient.
+            rows: rows with the columns of `reads`; no gradient.
         """
         ...
 
 
 class FrozenLoss(Config):
-    """A frozen loss with defaults: it reads only the mask, and treats rows independently.
+    """A loss with defaults: it reads only the mask, and treats rows independently.
 
-    Subclasses define `count`, `__call__`, and any answers that differ.
+    Subclasses define `count` and `__call__`, and override the properties that differ.
 
     >>> class Brevity(FrozenLoss):
     ...     weight: float = 0.5
@@ -225,8 +224,8 @@ class FrozenLoss(Config):
 
 
 class _Observed(Mapping[str, Metric]):
-    """Metrics that stay on the device until they are first read, so that the backward pass does not
-    wait for them.
+    """Metrics that stay on the device until their first read, so that the backward pass does not
+    wait.
 
     >>> both = observed(torch.tensor([True]), {"gap": torch.tensor([0.5])}) | observed(torch.tensor([False]), {"kl": torch.tensor([1.0])})
     >>> dict(both)
@@ -234,8 +233,8 @@ class _Observed(Mapping[str, Metric]):
     """
 
     def __init__(self, *pieces: tuple[Tensor, Mapping[str, type[Mean | Max | Sum]]]) -> None:
-        # Each piece is a tensor [1 + names] and the kind of each metric by name. The tensor has the
-        # number of things counted, then one number per name.
+        # Each piece has a tensor [1 + names], which holds the number of things that count and one
+        # number per name, and the kind of each metric by name.
         self._pieces = pieces
 
     @cached_property
@@ -273,8 +272,8 @@ def observed(
     """Create the metrics of a loss over N things (tokens, rows or pairs), without a gradient.
 
     Args:
-        over: [N] bool: which things count. The others may have any value, even NaN.
-        means: [N] by name: averaged over the things that count, with weight 0 if there are none.
+        over: [N] bool: which things count. The values of the others may be NaN.
+        means: [N] by name: averaged over the things that count, with weight 0 if none do.
         largest: [N] by name: the largest value among the things that count, but at least 0. Left
             out if N is 0.
         counts: bool tensors of any shape, by name: the number of true elements.
@@ -287,7 +286,7 @@ def observed(
         tensors = [torch.where(over, values, 0.0).sum() for values in means.values()]
         tensors += [torch.where(over, values, 0.0).amax() for values in largest.values()]
         tensors += [values.sum() for values in counts.values()]
-        # A single tensor, so that reading all metrics takes only one transfer.
+        # With a single tensor, reading all metrics takes only one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
     return _Observed((numbers, kinds))

@@ -34,7 +34,7 @@ from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, s
 
 @graph
 def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihood()) -> Any:
-    """Train on given responses (`prompt_ids`, `response_ids`), making them more likely."""
+    """Supervised training on given responses (`prompt_ids`, `response_ids`)."""
     return actor.update(rows, loss=loss)
 
 
@@ -42,14 +42,14 @@ def supervised(rows: Any, *, actor: Trainable, loss: Loss = NegativeLogLikelihoo
 class Method:
     graph: Callable[..., Graph]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The arguments of the graph that define this method."""
+    """Arguments of the graph."""
     learning_rate: float = 1e-6
     """Default for full-parameter training of models with 0.5B to 8B parameters. Tiny models and
     adapters need a higher rate."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Worker groups of the method, by the parameter names of the graph.
+        """Names of the worker groups, which are parameters of the graph.
 
         >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
         (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
@@ -74,8 +74,8 @@ class Method:
         return not self.samples and self.graph is dpo
 
     def with_kl(self, coefficient: float) -> Method:
-        """Return the method with a KL penalty towards the reference. Raises a UserError if the
-        method has no such penalty or the coefficient is not allowed.
+        """Return the method with a KL penalty. Raises a UserError if this is not a policy-gradient
+        method.
 
         >>> METHODS["rloo"].with_kl(0.04).groups
         ('rollout', 'reward', 'actor', 'reference')
@@ -130,8 +130,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return the method with this name. Raises a UserError that suggests the closest name if there
-    is none.
+    """Return the method with this name. The UserError for an unknown name suggests the closest one.
 
     >>> method_of("grop")
     Traceback (most recent call last):

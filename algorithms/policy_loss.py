@@ -43,8 +43,7 @@ class PolicyLoss(AggregatedLoss):
     """Policy-gradient loss: l_t = w_t s(r_t, A_t) + beta KL_t - c H_t, then aggregated.
 
     s is the surrogate, by default -min(r A, clip(r) A), and r = current / old is the probability
-    ratio. w is the weight that `correction` gives to trainer / generator, or 1 without a
-    correction.
+    ratio. w is the weight from `correction`, or 1 without one.
 
     >>> rows = PackedRows.of([2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0])
     >>> loss_sum, metrics = PolicyLoss()(torch.tensor([-1.0, -0.5]), rows)  # ratios 1 and 1.65; the second is clipped
@@ -63,20 +62,20 @@ class PolicyLoss(AggregatedLoss):
     """Penalty for divergence from the reference; the graph must then write `reference_logprobs`.
     Set it if the policy exploits the reward."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """[loss/nat] Coefficient of the entropy bonus. Above 0, its gradient costs one more pass over
-    the logits. Raise it if entropy collapses."""
+    """[loss/nat] Coefficient of the entropy bonus, which costs one more pass over the logits if
+    above 0. Raise it if entropy collapses."""
     old: str | None = None
     """Column with the old policy's log-probabilities, the denominator of the ratio. With None,
     token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios combined with
     a weighting correction, use the trainer's `old_logprobs` if the rows have that column. Otherwise
-    they use the current policy, so the ratio is 1 and the loss is a plain policy gradient. This is
+    they use the current policy: the ratio is 1 and the loss is a plain policy gradient, which is
     correct only with one optimizer step per update. Set it if another node of the graph computes
     the column."""
     correction: Correction | tuple[Correction, ...] = ()
     """Correction for tokens that the generator sampled from a different distribution than the
-    trainer's. Several corrections are multiplied. It applies to the policy gradient, but not to the
-    KL penalty or the entropy bonus. Set it for stale rows, or if the log-probability gap is
-    large."""
+    trainer's; the weights of several corrections are multiplied. It applies to the policy gradient,
+    but not to the KL penalty or the entropy bonus. Set it for stale rows, or if the log-probability
+    gap is large."""
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:
@@ -119,8 +118,8 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def _compares_with_trainer(self) -> bool:
-        # Gaps between the engines add up over a response. A correction that weighs tokens already
-        # accounts for the generator.
+        # Gaps between engines add up over a response, and a weighing correction already accounts
+        # for the generator.
         return self.ratio is not token_ratio or any(one.weighs for one in self._corrections)
 
     def _old_column(self, rows: PackedRows) -> str | None:
@@ -134,16 +133,14 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division (a scalar), and metrics (`docs/metrics.md`). For the
-        arguments, see `Loss`.
+        """Return the loss before division (a scalar), and metrics (`docs/metrics.md`).
 
         The loss is 0 with a gradient of 0 if every token is masked. Ratios are capped at e^20,
-        beyond which there is no gradient, so that one token with probability 0 does not make the
-        loss infinite.
+        without a gradient beyond, so that one token with probability 0 does not make the loss
+        infinite.
 
-        If the rows have `response_logprobs`, metrics compare the generator with the trainer. The
-        trainer is the old policy, or the current policy if the old one is missing or is the
-        generator.
+        If the rows have `response_logprobs`, metrics compare the generator with the old policy, or
+        with the current policy if the old one is missing or is the generator.
         """
         trained, only = rows.trained > 0, rows.only_trained
         old_column = self._old_column(rows)
@@ -153,15 +150,14 @@ class PolicyLoss(AggregatedLoss):
         ratio = self.ratio(log_ratio, rows).clamp(max=MAX_LOG_RATIO).exp()
         found = self.surrogate(ratio, only(logprobs), only(rows[ADVANTAGES]))
         losses, clipped = tensors_of(self.surrogate, found, "losses, clipped")
-        # The tokens are samples of the old policy, so this estimates KL(old || current), and d has
-        # the opposite sign.
+        # The old policy sampled the tokens, so this estimates KL(old || current): d changes its
+        # sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:
-            # If the old policy is the generator itself, compare the generator with the current
-            # policy instead.
+            # If the old policy is the generator, compare the generator with the current policy.
             trainer = logprobs.detach() if old_column == str(RESPONSE_LOGPROBS) else old
             off = only(trainer - rows[RESPONSE_LOGPROBS]).detach()
             ratio = off.clamp(max=MAX_LOG_RATIO).exp()
@@ -169,8 +165,7 @@ class PolicyLoss(AggregatedLoss):
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
                 weights, truncated, masked = combined(self._corrections, off, rows)
-                # A weight of 0 is not enough, because the loss of a token that is left out may be
-                # NaN.
+                # A weight of 0 is not enough: the loss of a masked token may be NaN.
                 losses = torch.where(masked, 0.0, losses * weights)
                 watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
                 watched["masked_fraction"] = masked
@@ -190,7 +185,7 @@ class PolicyLoss(AggregatedLoss):
 
 
 class NegativeLogLikelihood(AggregatedLoss):
-    """Supervised loss: l_t = -log p(y_t), by default the mean over all trained tokens of the step.
+    """Supervised loss: l_t = -log p(y_t), by default averaged over all trained tokens of the step.
 
     >>> rows = PackedRows.of([2, 1], response_mask=[1, 0, 1])
     >>> NegativeLogLikelihood()(torch.tensor([-1.0, -9.0, -2.0]), rows)[0].item(), NegativeLogLikelihood().count(rows)
@@ -204,17 +199,16 @@ class NegativeLogLikelihood(AggregatedLoss):
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics
 
 
-# The old policy: the actor before its update, with which the ratios of a loss compare.
+# The old policy: the actor before its update, the denominator of a loss's ratios.
 
 
 def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
-    """Add `old_logprobs`: the actor's log-probabilities before the update. For use in `@graph`
-    functions.
+    """Add `old_logprobs`: the actor's log-probabilities before the update.
 
-    This costs a forward pass. `grpo` and `ppo` already include this node if their loss needs it.
-    `entropies` also adds the entropy of each token's distribution.
+    For use in `@graph` functions; `grpo` and `ppo` call it if their loss needs it. It costs a
+    forward pass, which also computes the entropy of each token if `entropies` is set.
     """
-    # Leave out `entropies` if it is False, because a user's own policy may not accept it.
+    # A user's own policy may not accept `entropies`.
     more: dict[str, Any] = {"entropies": True} if entropies else {}
     return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
@@ -222,9 +216,9 @@ def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any
 def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
     """Return whether an update with this loss needs `old_logprobs`.
 
-    It does if the loss requires the column. It also does if the loss uses the column when it
-    exists, and the update takes several optimizer steps. Without the column, the loss compares with
-    the current policy, which differs from the old one after the first step.
+    It does if the loss requires the column, or if the loss may use it and the update takes several
+    optimizer steps. Without the column, the loss compares with the current policy, which differs
+    from the old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio

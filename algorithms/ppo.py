@@ -15,7 +15,7 @@ from .values import ValueLoss, critic_advantages
 
 
 class _Critic(Trainable, Protocol):
-    """Predicts future rewards, and can be trained to (`workers/critic.py`)."""
+    """A trainable model that predicts future rewards (`workers/critic.py`)."""
 
     def values(self, batch: Any) -> Any:
         """Add `values`: the predicted future reward at each response token."""
@@ -44,13 +44,13 @@ def ppo(
 ) -> Any:
     """Proximal policy optimization (arXiv:1707.06347), applied to responses (arXiv:2203.02155).
 
-    A reference keeps the policy close to it. It acts through the reward (`kl`: reward lost per nat,
-    or an `AdaptiveKlWorker` that adjusts it) or through the loss (`PolicyLoss(kl=KlPenalty(...))`).
-    Critic and actor make `epochs` passes of `minibatches` steps each. Values and generalized
-    advantages (arXiv:1506.02438) are those from before the update.
+    A KL penalty keeps the policy close to the reference: in the reward (`kl`, the reward lost per
+    nat, or an `AdaptiveKlWorker` that adjusts it) or in the loss (`PolicyLoss(kl=KlPenalty(...))`).
+    Critic and actor make `epochs` passes of `minibatches` optimizer steps each. The critic predicts
+    the values for generalized advantages (arXiv:1506.02438) before the update.
 
-    If the loss needs the actor's own log-probabilities from before the update, the graph computes
-    them, and also uses them to measure the divergence from the reference.
+    If the loss needs the actor's old log-probabilities, the graph computes them, and `kl` uses them
+    too.
     """
     samples = rollout.generate(prompts, n=n, sampling=sampling)
     samples = reward.score(samples)
@@ -60,8 +60,7 @@ def ppo(
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples, old = old_logprobs(samples, actor=actor), str(OLD_LOGPROBS)
     if isinstance(kl, float | int):
-        # `token_rewards` reads the reference's column, but without a penalty there need not be a
-        # reference.
+        # `token_rewards` requires a reference's column; `outcome_rewards` does not.
         samples = token_rewards(samples, coefficient=kl, old=old) if kl else outcome_rewards(samples)
     else:
         # Penalize with the current coefficient before these rows change it.

@@ -5,8 +5,8 @@ dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))     
 online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
 kto(responses, actor=actor, reference=reference)                                    single responses, good or bad
 
-A pair is a group of two rows, whose `preferred` is 1 and 0. Its responses are packed, scored and
-stored like any others. Losses that compare them set `Loss.whole_groups`.
+A pair is a group of two rows, whose `preferred` is 1 and 0. Losses that compare them set
+`Loss.whole_groups`.
 """
 
 from __future__ import annotations
@@ -70,16 +70,15 @@ def pairs(preferences: Batch) -> Batch:
     writes=(RESPONSE_IDS, RESPONSE_MASK, PREFERRED, REFERENCE_LOGPROBS),
 )
 def pairs_with_reference(preferences: Batch) -> Batch:
-    """Like `pairs`, for preferences that already have log-probabilities from
-    `reference_of_pairs`."""
+    """Like `pairs`, for preferences with log-probabilities from `reference_of_pairs`."""
     ids, reference = (CHOSEN_IDS, REJECTED_IDS), (CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS)
     return _two_of_each(preferences, {RESPONSE_IDS: ids, REFERENCE_LOGPROBS: reference})
 
 
 @node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
-    """Keep the best and the worst sample of each group, and drop groups of equal rewards. The
-    metric `tied_groups` counts groups without a best sample, including groups with a NaN reward.
+    """Keep the best and the worst sample of each group. Drops groups of equal rewards and groups
+    with a NaN reward, and counts them in the metric `tied_groups`.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
@@ -87,8 +86,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     ([3, 2], [1, 0], 1.0)
     """
     rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
-    # Sort by group, then by reward. Sample ids break ties, so that the result does not depend on
-    # the order of rows.
+    # Sample ids break ties, so that the result does not depend on the order of rows.
     order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
     # Cut the ends to the number of groups, which is 0 if the batch has no rows.
@@ -102,8 +100,7 @@ def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
 
 @node(reads=lambda by: (by,), writes=(PREFERRED,))
 def labelled(responses: Batch, *, by: str = "label") -> Batch:
-    """Add `preferred` to single responses, from a label column. A label is positive if it is true
-    or above 0.
+    """Add `preferred` to single responses: 1 if the label is true or above 0, otherwise 0.
 
     >>> labelled(Batch.of(label=[True, False]))["preferred"].to_pylist()
     [1, 0]
@@ -113,12 +110,12 @@ def labelled(responses: Batch, *, by: str = "label") -> Batch:
 
 @node(reads=(RESPONSE_IDS,), may_read=(RESPONSE_MASK,), writes=(MISMATCHED_IDS, MISMATCHED_MASK))
 def mismatched(rows: Batch) -> Batch:
-    """Add to each row the response to another prompt, and that response's mask.
+    """Add the response to another prompt, and its mask, to each row.
 
-    The rows of this call are ordered by group. A row gets the response m places further on,
-    cyclically, where m is the size of the largest group. So the response is from another group, and
-    each response is used once. If one group has more than half of the rows, responses of the others
-    are used several times. If there is only one group, it keeps its own responses.
+    Ordered by group, a row gets the response m places further on, cyclically, where m is the size
+    of the largest group. So the response is from another group, and each response is used once. If
+    one group has more than half of the rows, responses of the others are used several times. A
+    single group keeps its own responses.
 
     >>> rows = Batch.of(sample_id=[1, 2, 3], group_id=[1, 2, 3], response_ids=[[1], [2], [3]])
     >>> mismatched(rows)["mismatched_ids"].to_pylist()
@@ -170,8 +167,8 @@ def reference_point(rows: Batch) -> Batch:
 def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     """Measure how often the preferred response of a pair has the higher score.
 
-    The score is the sum of the column `score` over trained tokens, or its value if it has one value
-    per row. The score of the column `against` is subtracted.
+    The score is the sum of the column `score` over trained tokens, or the value of a per-row
+    column, minus that of the column `against`.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value
@@ -190,11 +187,10 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
 def dpo(
     preferences: Any, *, actor: Trainable, reference: Scorer | None = None, loss: Loss = PreferenceLoss()
 ) -> Any:
-    """Preference optimization on given pairs; DPO by default (arXiv:2305.18290).
+    """Preference optimization on given pairs, by default DPO (arXiv:2305.18290).
 
-    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. The reference computes
-    log-probabilities for the rows of each step, unless the source already has them
-    (`reference_of_pairs`).
+    The source has `prompt_ids`, `chosen_ids` and `rejected_ids`. If it also has the reference's
+    log-probabilities (`reference_of_pairs`), pass no reference.
     """
     known = CHOSEN_REFERENCE_LOGPROBS in preferences and REJECTED_REFERENCE_LOGPROBS in preferences
     rows = pairs_with_reference(preferences) if known else pairs(preferences)
@@ -237,9 +233,8 @@ def kto(
     """KTO (arXiv:2402.01306) on single labeled responses (`prompt_ids`, `response_ids` and a
     label), or on pairs, which count as single responses.
 
-    The reference point is estimated over the rows of a step, before the step's update, from
-    responses to other prompts. This takes two extra forward passes. If the schedule runs nodes on
-    parts of a step, each part has its own estimate.
+    Before each update, two extra forward passes on responses to other prompts estimate the
+    reference point. If the schedule runs nodes on parts of a step, each part has its own estimate.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     others = mismatched(rows)
@@ -251,9 +246,8 @@ def kto(
 
 @graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
-    """Evaluate how often the actor prefers the preferred response: by likelihood, or by implicit
-    reward if there is a reference. The metrics are `preference_accuracy` and `preference_margin`
-    (nats)."""
+    """Evaluate how often the actor prefers the preferred response: by likelihood, or with a
+    reference by implicit reward. Metrics: `preference_accuracy` and `preference_margin` (nats)."""
     rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
         return compare(rows, score="policy_logprobs")
@@ -262,7 +256,7 @@ def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | 
 
 
 def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:
-    """Interleave: rows 2i and 2i + 1 are the chosen and the rejected response of preference i."""
+    """Interleave: preference i becomes rows 2i (chosen) and 2i + 1 (rejected)."""
     number = len(preferences)
     if CHOSEN_MASK in preferences and REJECTED_MASK in preferences:
         columns = {**columns, RESPONSE_MASK: (CHOSEN_MASK, REJECTED_MASK)}
@@ -280,8 +274,7 @@ def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]
 
 
 def _sums(rows: Batch, column: object, mask: object = RESPONSE_MASK) -> np.ndarray:
-    """Return the sums over the unmasked tokens of a per-token column, or the values of a per-row
-    column: [rows] float64."""
+    """Return the sums over unmasked tokens, or the values of a per-row column: [rows] float64."""
     if not pa.types.is_list(rows[column].type):
         return rows.numpy(column).astype(np.float64)
     values, cu_seqlens = rows.ragged_numpy(column)

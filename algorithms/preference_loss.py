@@ -1,5 +1,4 @@
-"""Losses on preferences: on pairs of a better and a worse response, or on single good and bad
-responses.
+"""Losses on pairs of a better and a worse response, or on single good and bad responses.
 
 PreferenceLoss()                                                                    DPO
 PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                            conservative DPO (cDPO)
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Score(Protocol):
-    """A score per response. Training should make it higher for the preferred response."""
+    """A score per response; training raises it for the preferred response."""
 
     reads: ClassVar[tuple[str, ...]]
 
@@ -50,11 +49,11 @@ class Score(Protocol):
 
 
 class LikelihoodScore(Config):
-    """A score computed from the log-probabilities of a response: `LogRatio` or `LogLikelihood`."""
+    """A score computed from log-probabilities."""
 
     per_token: bool = False
-    """Average over trained tokens instead of summing (SimPO). Set it if long and short responses
-    should have equal weight, or if longer responses win by length alone."""
+    """Average over trained tokens instead of summing (SimPO). Set it to weight long and short
+    responses equally, or if longer responses win by length alone."""
 
 
 class LogRatio(LikelihoodScore):
@@ -89,9 +88,9 @@ class LogLikelihood(LikelihoodScore):
 
 
 class LogOdds(Config):
-    """s = log P / (1 - P), with log P the mean of log p(y_t) over the trained tokens (ORPO,
+    """s = log(P / (1 - P)), where log P is the mean of log p(y_t) over the trained tokens (ORPO,
     arXiv:2403.07691, eq. 3 and 4). P is capped at 1 - 1e-6, without a gradient beyond, because the
-    odds of P = 1 are infinite.
+    odds of 1 are infinite.
 
     >>> LogOdds()(torch.tensor([0.5]).log(), PackedRows.of([1])).tolist()
     [0.0]
@@ -100,13 +99,11 @@ class LogOdds(Config):
     reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        # The odds are infinite at log P = 0.
         log_p = _of_rows(logprobs, rows, per_token=True).clamp(max=-1e-6)
         return log_p - torch.log(-torch.expm1(log_p))
 
 
-# Comparisons: they map `ahead` [P], which is beta (s_w - s_l) - margin, to losses [P]. They are
-# differentiable.
+# Comparisons map `ahead` [P], which is beta (s_w - s_l) - margin, to losses [P].
 
 
 class Logistic(Config):
@@ -158,8 +155,7 @@ class Squared(Config):
 
     Its minimum is at a finite z, so it does not overfit to pairs whose labels all agree. tau
     replaces beta: set `PreferenceLoss(beta=1)`. In the paper, z is a difference of sums over
-    tokens. Its authors used means over tokens, which make tau independent of the length:
-    `LogRatio(per_token=True)`.
+    tokens. Means over tokens, `LogRatio(per_token=True)`, make tau independent of the length.
 
     >>> Squared(tau=0.5)(torch.tensor([3.0])).tolist()
     [4.0]
@@ -186,13 +182,13 @@ class Hinge(Config):
 
 
 class PairLoss(FrozenLoss):
-    """A loss on pairs: groups of two rows, one of them `preferred`. Its count is the number of
-    pairs with a trained token in both responses."""
+    """A loss on pairs: groups of two rows, one of them `preferred`. Counts pairs with a trained
+    token in both responses."""
 
     margin: float | str = 0.0
     """[reward] Target lead of the preferred response (SimPO's gamma), or the name of a column with
-    the lead of each pair (equal in its two rows). Raise it to push pairs further apart. Give a
-    column if annotators rated how much better a response is."""
+    the lead of each pair, equal in both rows. Raise it to push pairs further apart. Give a column
+    if annotators rated how much better a response is."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -220,9 +216,8 @@ class PairLoss(FrozenLoss):
         """Return the row indexes of preferred and of other responses, and whether these form pairs,
         [max(0, B - 1)] each.
 
-        Rows are sorted by group, preferred row first, so the rows of a pair are neighbors.
-        Neighbors that are not a pair are masked. No shape depends on a value, because the host
-        would wait for the device to compute it.
+        Sorts rows by group, preferred row first, so the rows of a pair are neighbors, and masks
+        other neighbors. A shape that depends on a value would make the host wait for the device.
         """
         groups = rows[GROUP_ID]
         order = (rows[PREFERRED] <= 0).to(torch.uint8).argsort(stable=True)
@@ -247,7 +242,7 @@ class PreferenceLoss(PairLoss):
     pairs.
 
     s_w and s_l are the scores of the preferred and the rejected response, y_w is the preferred
-    response, and f is the comparison. Pairs with a response without trained tokens are not counted.
+    response, and f is the comparison.
 
     >>> columns = {"group_id": [4, 4], "preferred": [0, 1], "reference_logprobs": [-1.0, -1.0]}
     >>> loss_sum, metrics = PreferenceLoss(beta=0.5)(torch.tensor([-2.0, -1.0]), PackedRows.of([1, 1], **columns))
@@ -256,22 +251,21 @@ class PreferenceLoss(PairLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward per nat of score; in DPO, the strength of the pull to the reference.
-    Raise it to stay closer to the reference."""
+    """[reward/nat] Reward per nat of score. Raise it to stay closer to the reference."""
     score: Score = LogRatio()
     """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose `LogLikelihood` or
     `LogOdds` to train without a reference."""
     comparison: Callable[..., Any] = Logistic()
     """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`,
-    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` if the labels never
+    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
     contradict each other."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison term (ORPO's lambda). Lower it to give the likelihood term
     more weight."""
     likelihood: float = Field(default=0.0, ge=0)
     """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
-    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less likely
-    as well."""
+    trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less
+    likely."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -282,8 +276,7 @@ class PreferenceLoss(PairLoss):
         a gradient of 0."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
-        # Neighbors that are not a pair may have NaN, so mask them before the loss and again after
-        # it.
+        # Neighbors that are not a pair may have NaN, so mask them before and after the loss.
         ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
         losses = self.weight * self.comparison(ahead - self._margin(rows, chosen))
         sums = _of_rows(logprobs, rows, per_token=False)
@@ -303,8 +296,8 @@ class DesirabilityLoss(FrozenLoss):
     for a bad one. The column `preferred` marks good responses; they need not form pairs.
 
     z0, the column `reference_point` [nats], is the divergence from the reference that all responses
-    are compared with; it is equal in all these rows. The graph `kto` estimates it once per step
-    before the update, so it does not depend on microbatches or ranks.
+    are compared with. The graph `kto` estimates it before the update, so it does not depend on
+    microbatches or ranks.
 
     >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
     >>> loss_sum, metrics = DesirabilityLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
@@ -313,8 +306,8 @@ class DesirabilityLoss(FrozenLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward per nat of log-ratio. A larger value makes the loss saturate sooner.
-    Raise it to stay closer to the reference."""
+    """[reward/nat] Reward per nat of log-ratio. Raise it to stay closer to the reference; the loss
+    then saturates sooner."""
     weights: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
     """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of the rarer
     kind: the paper recommends that weight times number of responses is about equal for both."""
@@ -331,8 +324,8 @@ class DesirabilityLoss(FrozenLoss):
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division, and means over good and over bad responses. Without a
-        trained token, the loss is 0 with a gradient of 0."""
+        """Return the loss before division, and means over good and over bad responses. Without
+        trained tokens, the loss is 0 with a gradient of 0."""
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
@@ -351,8 +344,8 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
 
     Args:
-        chosen, rejected: [P] rewards of the preferred and of the other responses; with a gradient.
-        margin: [P] or a number: by how much the preferred response should lead. No gradient.
+        chosen, rejected: [P] rewards of both responses; with a gradient.
+        margin: target lead of the preferred response, [P] or a number; no gradient.
 
     >>> bradley_terry(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 2.0]), margin=torch.tensor([0.0, 1.0])).tolist()
     [0.6931..., 3.0485...]

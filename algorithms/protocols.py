@@ -1,5 +1,4 @@
-"""Roles: the interfaces of worker handles that the graphs use. Any worker class with these methods
-works; Weft's own are in `workers/`."""
+"""Interfaces of the worker handles that graphs use. Any worker class with these methods works."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ class Rollout(Protocol):
     """Samples responses (`workers/rollout.py`)."""
 
     def generate(self, prompts: Any, *, n: int, sampling: Sampling) -> Any:
-        """Return new rows: n responses to each prompt, which form one group."""
+        """Return n new rows for each prompt, which form one group."""
         ...
 
 
@@ -37,7 +36,7 @@ class Trainable(Protocol):
     """Takes optimizer steps (`workers/actor.py`, `workers/critic.py`)."""
 
     def update(self, batch: Any, *, loss: Loss, epochs: int = 1, minibatches: int = 1) -> Any:
-        """Update the weights, which creates one new version."""
+        """Create one new version of the weights."""
         ...
 
 

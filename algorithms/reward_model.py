@@ -1,4 +1,4 @@
-"""Reward models: train them on pairs of responses, or on labels of a response's steps (process
+"""Reward models, trained on pairs of responses or on labels of a response's steps (process
 rewards).
 
 reward_model(preferences, model=critic)                       Bradley-Terry on pairs; critic = group(CriticWorker, head="rewards")
@@ -7,8 +7,8 @@ process_reward_model(responses, model=critic, separator=13)   labels of steps, w
 reward_accuracy(preferences, model=critic)                    an evaluation
 
 A reward model's head outputs one number per response token: the reward of the sequence up to and
-including that token. The last number is the reward of the response. For a process reward model, the
-number at the end of a step is the logit that the step is correct.
+including that token. The last number is the reward of the response. A process reward model outputs,
+at the end of a step, the logit that the step is correct.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class RewardLoss(PairLoss):
     pairs.
 
     The first term is the Bradley-Terry loss (arXiv:2203.02155, eq. 1; with a margin m,
-    arXiv:2307.09288, eq. 2). The optional second term keeps the rewards around 0
-    (arXiv:2312.09244).
+    arXiv:2307.09288, eq. 2). The second term keeps the rewards around 0 (arXiv:2312.09244).
 
     Pairs are groups of two rows, one of them `preferred`. The reward of a row is the one at its
-    last token, masked or not. Pairs with a response without trained tokens are not counted.
+    last token, masked or not. Pairs do not count if a response has no trained token.
 
     >>> rows = PackedRows.of([2, 1], group_id=[4, 4], preferred=[1, 0])
     >>> loss_sum, metrics = RewardLoss()(torch.tensor([9.0, 1.0, 1.0]), rows)  # rewards 1 and 1
@@ -57,11 +56,10 @@ class RewardLoss(PairLoss):
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the loss before division, and means over pairs. Without a pair, the loss is 0 with
-        a gradient of 0. `rewards` [T] are the rewards of the sequence up to each token. The
-        gradient flows only from the last one of each row."""
+        a gradient of 0. `rewards` [T] are the rewards up to each token; only the last of each row
+        gets a gradient."""
         chosen, rejected, paired = self._sides(rows)
-        # With the padding, the index of a last token is the end of its row, which exists for an
-        # empty row too.
+        # The padding makes the end of a row the index of its last token, even for an empty row.
         last = torch.nn.functional.pad(rewards, (1, 0))[
             rows.cu_seqlens[1:]
         ]  # arbitrary for an empty row
@@ -105,8 +103,8 @@ class StepLoss(FrozenLoss):
 
 @node(reads=lambda labels: (RESPONSE_IDS, labels), writes=(STEP_LABELS,))
 def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch:
-    """Put the label of each step of a response at the last token of the step. Raises UserError if a
-    row has more or fewer labels than steps.
+    """Add `step_labels`: each step's label at the last token of the step, elsewhere NaN. Raises a
+    UserError if a row has more or fewer labels than steps.
 
     Args:
         separator: token id that ends a step. The last step ends with the response.
@@ -134,8 +132,8 @@ def label_steps(rows: Batch, *, separator: int, labels: str = "labels") -> Batch
 
 @node(reads=lambda scores: (RESPONSE_IDS, scores), writes=(TOKEN_REWARDS,))
 def step_rewards(samples: Batch, *, separator: int, scores: str = str(TOKEN_SCORES)) -> Batch:
-    """Compute token rewards from logits: at the last token of a step the probability that the step
-    is correct, elsewhere 0.
+    """Compute token rewards from logits: the probability that a step is correct at its last token,
+    elsewhere 0.
 
     >>> samples = Batch.of(response_ids=[[5, 9, 6]], token_scores=[[7.0, 0.0, 0.0]])
     >>> step_rewards(samples, separator=9)["token_rewards"].to_pylist()
@@ -164,8 +162,8 @@ def process_reward_model(
 
 @graph
 def reward_accuracy(preferences: Any, *, model: Rewarder) -> Any:
-    """Evaluate how often a reward model gives the preferred response the higher reward. The metrics
-    are `preference_accuracy` and `preference_margin`."""
+    """Evaluate how often a reward model prefers the preferred response. Metrics:
+    `preference_accuracy` and `preference_margin`."""
     return compare(model.score(pairs(preferences)), score=str(REWARD))
 
 

@@ -1,4 +1,4 @@
-"""Rewards: penalties on the reward of a response, and its distribution over tokens."""
+"""Penalties on rewards, and the conversion of response rewards to token rewards."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """Return a penalty for lengths [B]. It falls linearly from 0 at the start of a buffer to -1 at
-    the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError unless the buffer has 1 to
-    `max_tokens` tokens.
+    """Return a penalty for lengths [B] that falls linearly from 0 at the start of the buffer before
+    the limit to -1 at the limit (DAPO, arXiv:2503.14476, eq. 13). Raises a UserError unless the
+    buffer has 1 to `max_tokens` tokens.
 
     >>> overlong_penalty(torch.tensor([5, 6, 8, 10, 12]), max_tokens=10, buffer_tokens=4).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -44,7 +44,7 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
     shaped reward of arXiv:1909.08593, §2, eq. 2).
 
     Args:
-        rewards: [B] rewards of the responses; no gradient.
+        rewards: [B]; no gradient.
         kl: [T] nats per token, such as `k1` of the sampling policy and the reference; no gradient.
         coefficient: reward lost per nat.
 
@@ -64,7 +64,7 @@ def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
     """Return each row's reward [B] at its last trained token, 0 elsewhere: [T] float32."""
     trained = rows.trained > 0
     seen = torch.nn.functional.pad(trained.cumsum(0), (1, 0))  # [T + 1] trained tokens before each place
-    # A trained token is the last one if the count after it equals the count at the end of its row.
+    # The last trained token: the count after it equals the count at the end of its row.
     last = trained & (seen[1:] == rows.per_token(seen[rows.cu_seqlens[1:]]))
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
@@ -79,7 +79,7 @@ def penalize_overlong(
     reward: str = str(REWARD),
     into: str = "shaped_reward",
 ) -> Batch:
-    """Subtract a penalty from rewards of responses close to the length limit. Use it before
+    """Subtract `factor` times `overlong_penalty` from the rewards. Use it before
     `group_advantages`.
 
     Args:
@@ -109,10 +109,11 @@ def token_rewards(
     reward: str = str(REWARD),
     old: str = str(RESPONSE_LOGPROBS),
 ) -> Batch:
-    """Compute token rewards: the reward of the response at its end, minus a KL penalty per token.
+    """Compute token rewards: a KL penalty per token, plus the response's reward at its last trained
+    token.
 
     Args:
-        coefficient: reward lost per nat. An `AdaptiveCoefficient` stands for its current value.
+        coefficient: reward lost per nat.
         estimator: `k1`, `k2`, `k3` or `absolute`.
         old: column with the log-probabilities of the sampling policy.
 
@@ -130,7 +131,7 @@ def token_rewards(
 
 @node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
-    """Compute token rewards: the reward of the response at its last trained token, 0 elsewhere.
+    """Compute token rewards: the response's reward at its last trained token, 0 elsewhere.
 
     >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
     >>> outcome_rewards(samples)["token_rewards"].to_pylist()

@@ -1,4 +1,4 @@
-"""Sampling: settings for how to draw the tokens of a response."""
+"""Sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from ..dataflow.config import Config
 from ..dataflow.prompts.files import lone_surrogate
 
 LOWEST_TEMPERATURE = 0.01
-"""Lowest positive temperature. vLLM replaces lower ones by it."""
+"""Lowest positive temperature; vLLM raises lower ones to this value."""
 
 
 class Sampling(Config):
-    """Sampling parameters. They define the distribution of the sampled tokens' log-probabilities.
+    """Sampling parameters of responses.
 
-    The trainer can compute the whole distribution at a temperature. `top_p`, `top_k` and
-    `min_tokens` sample from a part of it. A rollout that uses them leaves out the column
-    `response_logprobs`, because a ratio to the trainer's probabilities would compare two
-    distributions instead of two policies.
+    With `top_p`, `top_k` or `min_tokens`, a rollout samples from a part of the distribution, but
+    the trainer computes probabilities for all of it. Their ratio would not compare two policies, so
+    the rollout does not write `response_logprobs`.
 
     >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
     (('response_logprobs',), ())
@@ -35,19 +34,18 @@ class Sampling(Config):
     the responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """[share] Sample from the smallest set of tokens whose total probability reaches this share; 1
-    keeps all tokens. Lower it only for evaluations, because the trainer knows only the whole
-    distribution."""
+    keeps all tokens. Lower it only for evaluations: training then lacks `response_logprobs`."""
     top_k: int = Field(default=0, ge=0, le=100_000_000)
     """[tokens] Sample only from this many of the most likely tokens; 0 keeps all tokens. Set it
-    only for evaluations, for the same reason as `top_p`."""
+    only for evaluations, like `top_p`."""
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Minimum length of a response: stop tokens are masked until then. Like `top_p`, it
-    changes the sampled distribution. Raise it if responses must have a minimum length."""
+    """[tokens] Minimum length of a response; stop tokens are masked until then. Raise it only for
+    evaluations, like `top_p`."""
     stop: tuple[str, ...] | None = ()
     """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response
     keeps the tokens that complete a stop string, with their log-probabilities, and rewards see
     their text. None ignores stop tokens too and always generates `max_tokens`. Set it if answers
-    end with a fixed text, and to None in benchmarks that need a fixed number of tokens."""
+    end with a fixed text, or to None in benchmarks."""
 
     retired: ClassVar[Mapping[str, str]] = {"ignore_stop": "set stop=None"}
 
@@ -84,14 +82,13 @@ class Sampling(Config):
 
     @property
     def leaves_out(self) -> Mapping[str, str]:
-        """Maps each column that this sampling does not write to the reason, for error messages."""
+        """Maps each column that this sampling does not write to the reason."""
         cut = []
         if self.temperature:  # greedy decoding picks the most likely token, which no truncation removes
             cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (
                 self.top_k > 0
             )
-        # With stop=None, stop tokens are never masked, so `min_tokens` does not change the
-        # distribution.
+        # With stop=None, `min_tokens` masks nothing.
         cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and self.stop is not None)
         if not cut:
             return {}

@@ -1,4 +1,4 @@
-"""Surrogates and importance ratios: from log-ratios to per-token losses.
+"""Surrogate objectives and importance ratios.
 
 Clipped(low=0.2, high=0.28)     PPO's clipped ratio, here with DAPO's bounds
 Clipped(dual=3.0)               dual clip
@@ -29,11 +29,10 @@ infinite."""
 
 @runtime_checkable
 class Surrogate(Protocol):
-    """A function from ratios and advantages to losses. Instances are values: equal settings give
-    equal losses."""
+    """A function from ratios and advantages to losses."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses of T tokens, and whether a bound applied to each ([T] bool).
+        """Return the losses of T tokens, and whether a bound changed each ([T] bool).
 
         Args:
             ratio: [T] p / p_old, of the token or of its response; with a gradient.
@@ -85,8 +84,8 @@ class Clipped(Config):
 
 class Cispo(Config):
     """CISPO: -sg(clip(r, 1 - low, 1 + high)) A log p, where sg stops gradients (arXiv:2506.13585,
-    §3.1). Every token keeps its gradient, weighted by the clipped ratio. PPO's clip would drop the
-    gradient of rare tokens that change a line of thought.
+    §3.1). Every token keeps its gradient, weighted by the clipped ratio, even rare tokens, whose
+    gradient PPO's clip would drop.
 
     >>> ratio, logprobs = torch.tensor([9.0, 0.5]), torch.tensor([-1.0, -2.0])
     >>> losses, clipped = Cispo(high=4.0)(ratio, logprobs, torch.tensor([1.0, -1.0]))
@@ -95,8 +94,8 @@ class Cispo(Config):
     """
 
     low: float = Field(default=1.0, ge=0, le=1)
-    """[ratio] Clip range of the weight below 1; 1, the paper's choice, sets no bound. Lower it if
-    tokens that have become unlikely should keep their weight."""
+    """[ratio] Clip range of the weight below 1; 1, the paper's choice, sets no bound. Lower it to
+    keep the weight of tokens that have become unlikely."""
     high: float = Field(default=4.0, ge=0)
     """[ratio] Clip range of the weight above 1. Lower it if single tokens make the gradient
     jump."""
@@ -111,8 +110,8 @@ class Sapo(Config):
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A
     (arXiv:2511.20347).
 
-    At r = 1 the gradient equals the gradient of -r A; it fades as r moves away from 1. A larger
-    second temperature makes gradients of negative advantages fade faster, because these raise the
+    At r = 1 the gradient equals that of -r A; it fades as r moves away from 1. A larger temperature
+    makes it fade faster. The paper's is larger for negative advantages, whose gradients raise the
     probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
@@ -121,9 +120,8 @@ class Sapo(Config):
     """
 
     temperatures: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.05)
-    """[factor] tau for positive advantages, and tau for all others. Raise the first to make
-    gradients of positive advantages fade sooner. Raise the second if training is unstable:
-    gradients of negative advantages then fade sooner."""
+    """[factor] tau for positive advantages, and tau for all others. Raise a tau to make gradients
+    fade sooner; raise the second if training is unstable."""
 
     retired: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("positive", "negative"), "set temperatures=(positive, negative)"
@@ -132,7 +130,7 @@ class Sapo(Config):
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         positive, negative = self.temperatures
         temperatures = torch.full_like(ratio, negative).masked_fill_(advantages > 0, positive)
-        # The factor 4 / tau makes the slope at r = 1 equal to 1.
+        # 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
         return -gates * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
@@ -150,9 +148,8 @@ class PlainPolicyGradient(Config):
 
 
 def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
-    """Check the result of a surrogate or a correction, which must be a tuple of tensors with these
-    names, and return it. Raises a UserError for anything else, including a single tensor, which
-    would be unpacked token by token."""
+    """Return the result of a surrogate or a correction. Raises a UserError if it is not a tuple of
+    tensors with these names; a single tensor would be unpacked token by token."""
     if isinstance(result, tuple) and len(result) == len(names.split(", ")):
         return result
     kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
@@ -161,11 +158,10 @@ def tensors_of(rule: object, result: Any, names: str) -> tuple[Tensor, ...]:
     )
 
 
-# Importance ratios between the policy and the old policy, of tokens and of whole responses.
+# Importance ratios between the current and the old policy, of tokens and of whole responses.
 #
-# Two engines differ by some hundredths of a nat per token, and these gaps add up in the ratio of a
-# response. So for whole responses, `PolicyLoss` compares with the trainer's log-probabilities,
-# never the generator's.
+# Two engines differ by some hundredths of a nat per token, which add up in the ratio of a response.
+# So for whole responses, `PolicyLoss` compares with the trainer's log-probabilities.
 
 
 def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
@@ -180,8 +176,8 @@ def token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
 
 
 def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
-    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7). It
-    is a log-ratio [T], equal for all tokens of a row. Masked tokens do not count.
+    """Length-normalized ratio of responses, exp(mean_t log r_t) (GSPO, arXiv:2507.18071, eq. 7).
+    Returns log-ratios [T], equal for all tokens of a row. Masked tokens do not count.
 
     With `sequence_mean` and one advantage per response, the clipped surrogate is GSPO's objective
     (eq. 5), including its gradient.

@@ -1,8 +1,7 @@
-"""Values: token advantages, computed from rewards and a critic's predictions, and the loss of the
-critic.
+"""Token advantages from rewards and a critic's predictions, and the critic's loss.
 
-All functions treat the trained tokens of a row as consecutive. Recursions skip masked tokens (such
-as tool results and padding), whose results are 0.
+All functions treat the trained tokens of a row as consecutive: they skip masked tokens (such as
+tool results and padding), whose results are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 _BLOCK = 32
 """Tokens per matrix product in `_discounted_sums`."""
 _PART = 2**18
-"""Approximate number of tokens to process at once, so that they stay in the CPU's cache."""
+"""Approximate number of tokens to process at once, so that they fit in the CPU's cache."""
 
 
 def generalized_advantages(
@@ -41,13 +40,13 @@ def generalized_advantages(
     returns, [T] float32 each.
 
     A_t = delta_t + gamma lam A_t+1, where delta_t = r_t + gamma V_t+1 - V_t. t + 1 is the next
-    trained token of the row; after the last one, V and A are 0. The returns are A_t + V_t. Both are
-    0 at masked tokens, whatever the inputs are there.
+    trained token of the row; after the last one, V and A are 0. The returns are A_t + V_t. Masked
+    tokens have 0, whatever their inputs are.
 
     Args:
         token_rewards: [T] reward of each token, in CPU memory; no gradient.
         values: [T] the critic's prediction before each token; no gradient.
-        gamma: discount per token, from 0 to 1 (otherwise a UserError, as for `lam`).
+        gamma: discount per token, 0 to 1 (otherwise a UserError, as for `lam`).
         lam: 0 uses one step (least variance); 1 uses all future rewards (no bias from the critic).
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
@@ -61,8 +60,8 @@ def generalized_advantages(
     def of_part(
         rewards_N: Floats, values_N: Floats, cu_seqlens: NDArray[np.int64]
     ) -> tuple[Floats, ...]:
-        # Compute the returns by recursion, because it has fewer terms: G_t = r_t + gamma (1 - lam)
-        # V_t+1 + gamma lam G_t+1.
+        # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
+        # lam G_t+1.
         steps_N = np.empty_like(values_N)
         np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
         steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = (
@@ -77,7 +76,7 @@ def generalized_advantages(
 
 
 def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float = 1.0) -> Tensor:
-    """Discounted future rewards: G_t = r_t + gamma G_t+1, over the trained tokens of the row. 0 at
+    """Discounted future rewards: G_t = r_t + gamma G_t+1 over the trained tokens of a row; 0 at
     masked tokens.
 
     Whitened over the batch, and with a KL penalty in the rewards, this is the advantage of
@@ -97,12 +96,11 @@ def discounted_returns(token_rewards: Tensor, rows: PackedRows, *, gamma: float 
 
 def whitened(values: Tensor, rows: PackedRows, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) over all trained tokens of these rows, with the sample
-    variance (division by n - 1). With `shift=False`, values are scaled around the mean, which
-    stays.
+    variance (division by n - 1). `shift=False` keeps the mean.
 
     Returns:
-        [T] float32; 0 at masked tokens, whatever their values are. If all values are equal, or
-        there is only one, the result is 0, or the values themselves with `shift=False`.
+        [T] float32; 0 at masked tokens, whatever their values are. Equal values, or a single one,
+            give 0, or stay unchanged with `shift=False`.
 
     >>> whitened(torch.tensor([1.0, 3.0, 99.0]), PackedRows.of([3], response_mask=[1, 1, 0])).tolist()
     [-0.7071..., 0.7071..., 0.0]
@@ -132,9 +130,8 @@ class ValueLoss(AggregatedLoss):
     """The critic's clipped squared error: l_t = max((V - R)^2, (clip(V, V_old - clip, V_old + clip)
     - R)^2) / 2, then aggregated.
 
-    Clipping keeps the new value near V_old, the value that the advantages were computed with. PPO's
-    released implementation does so, but not its paper (arXiv:1707.06347). `clip=None` is the plain
-    squared error.
+    Clipping keeps V near V_old, the value behind the advantages, as in PPO's released
+    implementation (not in its paper, arXiv:1707.06347).
 
     >>> rows = PackedRows.of([2], values=[0.0, 0.0], returns=[1.0, 1.0])
     >>> loss_sum, metrics = ValueLoss(clip=0.2)(torch.tensor([0.5, -0.5]), rows)  # the first may not earn beyond 0.2
@@ -143,25 +140,23 @@ class ValueLoss(AggregatedLoss):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """[reward] Clip range around the old value; None disables clipping. Raise it with the scale of
-    the rewards, or if the critic learns too slowly."""
+    """[reward] Clip range around the old value; None disables clipping. Raise it if rewards are
+    large or the critic learns too slowly."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss of predictions [T] before division, and metrics. If every token is
-        masked, the loss is 0 with a gradient of 0. Metrics are means over trained tokens: `value`,
-        `return` and, with a clip, `clip_fraction` (share of tokens whose loss uses the clipped
-        value)."""
+        """Return the loss of predictions [T] before division, and means over trained tokens
+        (`docs/metrics.md`). If every token is masked, the loss is 0 with a gradient of 0."""
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:
             old = rows.only_trained(rows[VALUES])
             bounded = (values.clamp(old - self.clip, old + self.clip) - returns).square()
             watched["clip_fraction"] = bounded > losses
-            # Use the larger loss, so that a value that moved beyond the clip range gains nothing.
+            # Use the larger loss, so that moving beyond the clip range does not pay.
             losses = torch.maximum(losses, bounded)
         return (self.aggregation.weights(rows) * losses).sum() / 2, observed(rows.trained > 0, watched)
 
@@ -170,13 +165,12 @@ class ValueLoss(AggregatedLoss):
 def critic_advantages(
     samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
 ) -> Batch:
-    """Compute PPO's advantages and returns by generalized advantage estimation.
+    """Compute PPO's advantages and returns with `generalized_advantages`.
 
     Args:
-        gamma, lam: as in `generalized_advantages`.
-        whiten: normalize the advantages of all trained tokens of one call to mean 0 and deviation
-            1. A call covers the whole step under `Synchronous`, and the rows that are ready under
-            other schedules. With several ranks of `functions`, each rank normalizes its own part.
+        whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
+            deviation 1. A call covers the whole step under `Synchronous`, or the ready rows under
+            other schedules; if `functions` has several ranks, only a rank's own rows.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], token_rewards=[[0.0, 1.0]], values=[[0.5, 0.5]])
     >>> critic_advantages(samples, lam=1.0, whiten=False).select(("advantages", "returns")).to_rows()
@@ -193,7 +187,7 @@ def critic_advantages(
 
 @node(reads=(TOKEN_REWARDS,), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES,))
 def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True) -> Batch:
-    """Use discounted future rewards as advantages. If they are whitened, this is REINFORCE++
+    """Use discounted future rewards as advantages; if whitened, this is REINFORCE++
     (arXiv:2501.03262).
 
     >>> samples = Batch.of(response_ids=[[5, 6], [7]], token_rewards=[[0.0, 1.0], [0.5]])
@@ -209,11 +203,11 @@ def return_advantages(samples: Batch, *, gamma: float = 1.0, whiten: bool = True
 def _by_parts(
     of_part: Callable[..., tuple[Floats, ...]], rows: PackedRows, *columns: Tensor, num_outputs: int
 ) -> tuple[Tensor, ...]:
-    """Apply a function to the trained tokens of some rows at a time, so that they stay in the CPU's
+    """Apply a function to the trained tokens of some rows at a time, so that they fit in the CPU's
     cache.
 
-    `of_part` takes columns [N] and `cu_seqlens` of some rows without their masked tokens, and
-    returns outputs [N]. Each output is returned as [T] float32, with 0 at masked tokens.
+    `of_part` maps the columns [N] and `cu_seqlens` of some rows, without masked tokens, to outputs
+    [N]. Returns each output as [T] float32, with 0 at masked tokens.
     """
     cu_seqlens = rows.cu_seqlens.to(torch.int64).numpy()
     mask = rows[RESPONSE_MASK].numpy() if RESPONSE_MASK in rows else None
@@ -246,9 +240,8 @@ def _float32(column: Tensor) -> Floats:
 def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
     """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
 
-    Rows are cut into blocks of `_BLOCK` tokens. The carry between blocks follows the same recursion
-    with c^_BLOCK, and is computed first. Then each block is one product with a triangular matrix of
-    powers of c.
+    Rows are cut into blocks of `_BLOCK` tokens. The same recursion, with c^_BLOCK, gives the carry
+    between blocks. Each block is then a product with a triangular matrix of powers of c.
     """
     lengths = np.diff(cu_seqlens)
     num_blocks = -(-lengths // _BLOCK)

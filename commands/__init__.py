@@ -1,5 +1,4 @@
-"""The `weft` command. `__main__.py` calls `command_line.main`, which parses the words of a command
-line and runs one command.
+"""The `weft` command. `command_line.main` parses the words of a command line and runs one command.
 
 Each command imports its dependencies when it runs, so `weft --help` loads neither torch nor Ray.
 """

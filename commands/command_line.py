@@ -1,7 +1,7 @@
 """The tree of commands: their arguments, answers and exit codes.
 
-Each command is a function that returns an `Answer`. tyro derives the command's options from the
-function's arguments, and their help from its docstring. Every command also has the option `--json`.
+Each command is a function that returns an `Answer`. tyro derives its options from the function's
+arguments, and their help from the docstring. Every command also has the option `--json`.
 
 Exit codes:
 - 0: success
@@ -9,8 +9,8 @@ Exit codes:
 - 2: an error that the user can fix
 - 130: Ctrl-C
 
-With `--json`, standard output is one JSON object, even if a command ends with an error: {"error":
-..., "exit_code": ...}. All other messages go to standard error.
+With `--json`, standard output is one JSON object, even after an error: {"error": ..., "exit_code":
+...}. All other messages go to standard error.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ TREE: Mapping[str, Any] = {
     "dashboard": "dashboard:dashboard",
     "completion": "command_line:completion",
 }
-"""Command name -> its `module:function`, or the tree of its subcommands."""
+"""Maps each command name to its `module:function`, or to the tree of its subcommands."""
 MAX_NUMBER = 2**63 - 1
 MOST_SAID = 300
-"""Maximum number of characters to show of an unexpected error's message."""
+"""Maximum characters to show of an unexpected error's message."""
 PRINT_COMPLETION = "--tyro-print-completion"
 DESCRIPTION = "Start, watch and inspect runs of Weft, also while they are running, and check a machine. --version prints the version."
 
@@ -86,17 +86,17 @@ Json: TypeAlias = Annotated[
 @dataclass(frozen=True)
 class Answer:
     found: Mapping[str, Any]
-    """The object that `--json` prints."""
+    """Object that `--json` prints."""
     text: str = ""
-    """The same answer for people; empty if the command has printed it already."""
+    """The same answer for people; empty if the command has already printed it."""
     notes: Sequence[str] = ()
-    """Lines for standard error, for example about unreadable files."""
+    """Lines for standard error, such as notes on unreadable files."""
     exit_code: int = 0
     """0, or 1 if the examined files are damaged or a check failed."""
 
     @classmethod
     def partial(cls, found: Mapping[str, Any], text: str, notes: Sequence[str]) -> Answer:
-        """Return an answer about a run whose data may be incomplete. `notes` name the missing
+        """Return an answer about a run whose data may be incomplete; `notes` name the missing
         parts. The exit code is 1 if a note reports a damaged log."""
         from ..dataflow.runs.log import DAMAGED
 
@@ -106,8 +106,7 @@ class Answer:
 
     @classmethod
     def of_table(cls, table: Any, limit: int, notes: Sequence[str]) -> Answer:
-        """Return an answer with the first `limit` rows of a table. Treats `notes` as `partial`
-        does."""
+        """Return an answer with the first `limit` rows of a table, and notes as in `partial`."""
         from ..dataflow.runs.tables import render_table
 
         found = {"rows": table.slice(0, limit).to_pylist(), "number": len(table)}
@@ -130,7 +129,7 @@ class _ParsedCommand(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, given as the words after `weft`, and return its exit code."""
+    """Run the command in the words after `weft`, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         show(f"weft {version('weft')}", sys.stdout)
@@ -206,8 +205,8 @@ def _collecting(command: Callable[..., Answer]) -> Callable[..., _ParsedCommand]
 
 
 def _split_at_script(command: Callable[..., Answer], words: Sequence[str]) -> list[str]:
-    """Insert `--` before the script, so that all later words are the script's. Raises UserError if
-    an option before the script does not belong to this command."""
+    """Insert `--` before the script, so that all later words are the script's. Raises UserError for
+    an unknown option before the script."""
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
         return list(words)
@@ -237,8 +236,8 @@ def _command(place: str) -> Callable[..., Answer]:
 
 
 def _union(tree: Mapping[str, Any], *, stubs: bool = False) -> Any:
-    """Return a tree of commands as a union type for tyro. With `stubs`, the commands have no
-    arguments, which is faster."""
+    """Return a tree of commands as a union type for tyro; with `stubs`, without arguments, which is
+    faster."""
     return Union[tuple(_branch(name, below, stubs) for name, below in tree.items())]  # noqa: UP007
 
 
@@ -275,7 +274,6 @@ def _failed(said: str, code: int, why: str, as_json: bool) -> int:
 
 
 def _where(error: Exception) -> str:
-    """Describe an unexpected error in one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -312,7 +310,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# `weft completion`: shell completion of commands and options.
+# `weft completion`
 
 
 def completion(
@@ -334,7 +332,7 @@ def completion(
 
 
 RUNS = Path("runs")
-"""Default folder of runs. Names of runs are looked up here."""
+"""Default folder of runs."""
 
 
 def run_path(name: str) -> Path:
@@ -350,8 +348,7 @@ def find_run(name: str) -> Path:
     """Return the directory of a run, given its path or its name under `runs/`.
 
     Raises:
-        UserError: The directory does not exist (the message suggests a similar name), or is not a
-            run.
+        UserError: The directory does not exist, or is not a run.
     """
     path = run_path(name)
     if not path.is_dir():
@@ -366,7 +363,7 @@ def find_run(name: str) -> Path:
 
 
 def run_names(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's subfolders; empty if the folder cannot be read."""
+    """Return the sorted names of a folder's subfolders; none if the folder cannot be read."""
     return sorted(inside.name for inside in _entries(folder) if inside.is_dir())
 
 

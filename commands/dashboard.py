@@ -28,8 +28,8 @@ def dashboard(
         folder: The folder of all runs, or one run: its directory, or its name under runs/.
         host: Address to listen on. Any address but loopback shows the runs to anyone with the token.
         port: Port to listen on; 0 for a free one.
-        token: Token in the dashboard's address. Default: a new one. An empty token disables the
-            check; this is allowed only on loopback.
+        token: Token in the dashboard's address. Default: a new one. An empty token, allowed only on
+            loopback, disables the check.
         export: Write the run to this HTML file, which opens in any browser, instead of serving it.
     """
     if export is not None and (not export.name or export.is_dir()):

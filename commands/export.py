@@ -24,8 +24,8 @@ def export(
     group: Name = None,
     merged: Switch = False,
 ) -> Answer:
-    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. A LoRA
-    adapter is written alone; --merged merges it into its base model.
+    """Write the model of a run's checkpoint as a Hugging Face folder, with its tokenizer. Writes a
+    LoRA adapter alone; --merged merges it into its base model.
 
     Args:
         out: The folder to create.
@@ -61,7 +61,7 @@ def export(
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
     """Yield a partial folder next to `out`, which the caller renames to `out` when it is complete.
-    The folder is removed if writing fails."""
+    Removes the folder if writing fails."""
     from ..dataflow.runs.files import remove
 
     partial = out.with_name(f".{out.name}.partial")
@@ -71,7 +71,7 @@ def _written(out: Path) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             remove(partial)
-        # The error of copytree lists (source, target, reason) for each file that failed.
+        # copytree's error lists (source, target, reason) for each failed file.
         files = error.args[0] if isinstance(error, shutil.Error) else None
         why = files[0][2] if isinstance(files, list) and files else error
         raise RunError(f"{out} cannot be written: {why}") from None

@@ -44,8 +44,8 @@ def submit(
     detach: Switch = False,
     json: Json = False,
 ) -> Answer:
-    """Send a script and its folder to a Ray cluster as a job, and follow its output. Options of
-    this command come before the script, and arguments of the script after it.
+    """Submit a script and its folder to a Ray cluster as a job, and follow its output. Options of
+    this command come before the script, its arguments after it.
 
     Args:
         script: A Python program in the submitted folder.
@@ -59,7 +59,7 @@ def submit(
         exclude: Patterns of files to exclude, as in a .gitignore.
         env: Environment variables of the job, as NAME=VALUE. Secrets are rejected.
         python: The Python interpreter on the cluster, with Weft installed.
-        stop_wait_s: Seconds that a stopped job has to save itself before it is killed.
+        stop_wait_s: Seconds until a stopped job that has not saved its state is killed.
         detach: Do not follow the job's output.
     """
     from ..controllers.backends.jobs import JobRequest, Jobs
@@ -108,15 +108,13 @@ def follow(job: JobId, *, address: Address = None, json: Json = False) -> Answer
 
 
 def stop_job(job: JobId, *, address: Address = None) -> Answer:
-    """Let a job save itself, stop it, and wait until it has ended. `weft submit --resume` continues
-    it."""
+    """Stop a job after it has saved its state. `weft submit --resume` continues it."""
     from ..controllers.backends.jobs import Jobs
 
     return ended(Jobs(address).stop(job))
 
 
 def _followed(jobs: Jobs, job: str, *, as_json: bool) -> Answer:
-    """Follow a job until it ends. The exit code is 1 if it failed."""
     # With --json, standard output is for the answer alone.
     stream = sys.stderr if as_json else sys.stdout
 

@@ -33,8 +33,8 @@ def plan(
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None,
 ) -> Answer:
     """Preview a script's run: its settings and their origins, its graphs, the sizes of a step, and
-    the memory and disk space it needs. The script runs until it creates its first Driver; nothing
-    is started or written.
+    the memory and disk space it needs. The script runs until it creates its first Driver. Weft
+    starts and writes nothing.
 
     Args:
         script: A Python file.
@@ -52,7 +52,7 @@ def plan(
     earlier = None if like is None else find_run(like).resolve()
     with planning() as made, nullcontext() if other is None else assumed_machine(*other):
         try:
-            # Keep the script's output apart from the plan, which goes to standard output.
+            # Standard output is for the plan alone.
             with redirect_stdout(sys.stderr):
                 code = run_script(path, arguments)
         except Planned:
@@ -112,7 +112,7 @@ def _found(plan: Plan, made: Planning) -> dict[str, Any]:
     }
 
 
-# The plan as a page of text.
+# The plan as text
 
 
 def lines(plan: Plan, made: Planning) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _disk(plan: Plan) -> Iterable[Sequence[str]]:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Align the cells of rows in columns. A long last cell is wrapped within its column."""
+    """Align the cells of rows in columns, and wrap a long last cell within its column."""
     table = [list(row) for row in rows]
     if not table:
         return

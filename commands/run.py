@@ -31,7 +31,7 @@ def run(script: Script, arguments: ScriptArguments = (), *, json: Json = False) 
 
 
 def script_file(name: str) -> Path:
-    """Return the path of a script. Raises UserError if it is not an existing Python file."""
+    """Return the script's path. Raises UserError if it is not an existing Python file."""
     path = Path(name)
     if path.suffix != ".py":
         raise UserError(f"SCRIPT must be a Python file, such as train.py, not {name!r}")
@@ -42,8 +42,8 @@ def script_file(name: str) -> Path:
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> int:
-    """Run a script and return its exit code. Its imports work as with `python SCRIPT`. A WeftError
-    that the script does not catch is raised here."""
+    """Run a script and return its exit code; its imports work as with `python SCRIPT`. Raises a
+    WeftError that the script does not catch."""
     sys.argv = [str(path), *arguments]
     # Python also puts the script's folder first on the path.
     sys.path[0] = str(path.parent.resolve())
@@ -64,7 +64,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> int:
 
 
 def _of_script(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """Return the part of a traceback that starts in the script, or None if there is none."""
+    """Return the part of a traceback that starts in the script, if any."""
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next
     return trace

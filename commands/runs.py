@@ -63,9 +63,8 @@ def runs(folder: Annotated[Positional[Path], arg(metavar="FOLDER")] = RUNS) -> A
 
 
 def stop(run: RunName, *, timeout: float = 600) -> Answer:
-    """Make a run save itself and end with exit code 0, even if it runs on another machine. A run
-    with checkpoints writes one and ends. A run without checkpoints ends after the current step, as
-    if it were its last.
+    """Stop a run on any machine, with exit code 0. A run with checkpoints writes one first; a run
+    without checkpoints finishes the current step first.
 
     Args:
         timeout: Seconds to wait for the run to end; 0 to return at once.
@@ -90,7 +89,7 @@ def stop(run: RunName, *, timeout: float = 600) -> Answer:
         return answer(facts, "was asked to end", asked=True, ended=False)
     show(f"{path} is asked to end, held by {holder} ...")
     deadline = time.monotonic() + timeout
-    # If the holder changes, another driver has resumed the run, so the first one has ended.
+    # Another holder is a driver that has resumed the run after the first one ended.
     while life_of(path) == (Life.ALIVE, holder):
         if time.monotonic() > deadline:
             raise RunError(
@@ -146,7 +145,7 @@ def watch(run: RunName, *, last: int = 20, once: Switch = False, json: Json = Fa
 
 @dataclass
 class _WatchedRun:
-    """A run that is shown on a display. Each update reads only new data."""
+    """A run on a display. Each update reads only new data."""
 
     run: Path
     display: Display
@@ -155,7 +154,7 @@ class _WatchedRun:
     _rows: dict[float, dict[str, float]] = field(default_factory=dict[float, dict[str, float]])
     _shown: float = -1.0
     _scored: set[tuple[str, float]] = field(default_factory=set[tuple[str, float]])
-    """Evaluations that were shown: (name, step)."""
+    """Evaluations that the display has shown: (name, step)."""
     _alerts: int = 0
 
     def __post_init__(self) -> None:
@@ -176,8 +175,8 @@ class _WatchedRun:
         return life_of(self.run)[0] is Life.ALIVE
 
     def show_news(self) -> None:
-        """Show new data. A step appears when the next one begins or the run ends, so that it has
-        all of its metrics."""
+        """Show new data. A step appears when the next one begins or the run ends, because its
+        metrics are complete only then."""
         self._show_alerts()
         self._take_metrics()
         steps = sorted(step for step in self._rows if step > max(self._shown, 0.0))
@@ -189,7 +188,7 @@ class _WatchedRun:
         self._shown = max([self._shown, 0.0, *steps])
 
     def show_end(self) -> None:
-        """Show the summary of the run, if it has ended."""
+        """Show the run's summary if it has ended."""
         from ..controllers.reports.step_line import ending_of
 
         if self.goes_on:

@@ -1,4 +1,4 @@
-"""dashboard: views of runs for people.
+"""dashboard: pages, pictures and texts that show runs.
 
 reading/      run directories as plain records
 server/       the web server over these records: routes, safety, event stream

@@ -25,8 +25,8 @@ def draw_curve(
     """Draw metrics over the steps of a run, and save the picture.
 
     Args:
-        metrics: one mapping for each step, as `Driver.run` returns them; a step may lack a metric.
-        curves: metric name -> label.
+        metrics: one mapping per step, as `Driver.run` returns them; a step may lack a metric.
+        curves: maps metric names to labels.
     """
     import matplotlib
 
@@ -59,23 +59,21 @@ def draw_curve(
 COLOURS = (
     "#2a6fdb", "#d9622b", "#3a9d5d", "#8a5cc7", "#d6a419", "#1f9aa8", "#c2477f", "#7a6a53", "#6b8e23",
 )  # fmt: skip
-"""Colours of nodes, the node with the most time first."""
+"""Colours of nodes, by descending time."""
 OTHER = "#9aa1ad"
 IDLE = "#f3f4f7"
 
 MAX_BARS = 1500
-"""Maximum number of calls to draw as bars. Bars of more calls would be thinner than a pixel, so
-busy shares are drawn instead."""
+"""Maximum number of calls to draw as bars. With more calls, bars would be thinner than a pixel."""
 NUM_BINS = 400
 
 
 def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
     """Draw a lane for each group, coloured by node, and mark the ends of steps. The path's suffix
-    selects the format of the picture. Raises UserError if the file cannot be written, or the format
-    is unknown.
+    selects the picture's format. Raises UserError if the file cannot be written or the format is
+    unknown.
 
-    With up to `MAX_BARS` calls, each bar is a call. With more, the height of a bar is the group's
-    busy share.
+    Bars are calls or, with more than `MAX_BARS` calls, the group's busy share over time.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -118,7 +116,7 @@ def draw_timeline(timeline: Timeline, path: Path, run: str) -> Path:
 
 
 HEIGHT = 0.62
-"""Height of a lane. Lanes are drawn at a distance of 1."""
+"""Height of a lane; the distance of lanes is 1."""
 
 
 def _draw_lane(
@@ -157,7 +155,7 @@ def _draw_lane(
         ends = [gap.start_s, gap.end_s]
         axes.plot(ends, [under, under], color=INK, linewidth=1.2, solid_capstyle="butt")
         middle = sum(ends) / 2
-        # Near an end of the lane, a centred label would run over it.
+        # A centred label would run over the end of the lane.
         at = (middle - begin) / seconds if seconds else 0.5
         x, align = (
             (ends[0], "left") if at < 0.04 else (ends[1], "right") if at > 0.96 else (middle, "center")
@@ -166,7 +164,7 @@ def _draw_lane(
 
 
 def _draw_steps(axes: Axes, timeline: Timeline) -> None:
-    """Draw a line at the end of each step, and as many step numbers along the top as fit."""
+    """Draw a line at the end of each step, and step numbers along the top, as space allows."""
     ends = timeline.steps
     round_numbers = (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
     every = next(number for number in round_numbers if len(ends) / number <= 30)

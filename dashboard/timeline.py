@@ -1,8 +1,7 @@
 """The timeline of a run: what each worker group and rank did, and when it was idle.
 
 `CallLog` reads the calls of a run, and follows a running one. A `Timeline` has the calls in a
-window of time, and a `Lane` for each group or rank. The dashboard's timeline page and `weft
-timeline` (text, picture and trace) show these.
+window of time, and a `Lane` for each group or rank.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ compute: Any = pyarrow.compute  # its functions are created on import, so type c
 NUMBERS = ("step", "start_s", "end_s", "worker_s", "rows", "tokens")
 WORDS = ("graph", "group", "node")
 RANKS: dict[str, Any] = {"call": np.int64, "rank": np.int32, "end_s": np.float64, "worker_s": np.float32}
-"""Columns with a row for each rank of a call on several ranks: index of the call, rank, time of its
-answer [s], and seconds in the worker."""
+"""Columns with one row per rank of each call on several ranks: the call's index, the rank, the time
+of its reply [s], and its seconds in the worker."""
 
 
 class CallLog:
-    """The calls of a run as arrays, ordered by their end. The run may have no calls
-    yet."""
+    """The calls of a run as arrays, ordered by their end; there may be none yet."""
 
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, TIMELINE)
@@ -43,12 +41,12 @@ class CallLog:
         self._rank_parts: list[dict[str, np.ndarray]] = []
         self._length = 0
         self._words: dict[str, dict[str, int]] = {name: {} for name in WORDS}
-        """Column -> word -> its number."""
+        """Maps each column to a mapping of its words to numbers."""
         self.damage: str | None = None
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> CallLog:
-        """Return a log of these calls, given as rows of `CALLS`."""
+        """Return a log of calls, given as rows of `CALLS`."""
         log = cls(Path())
         log._append(pa.Table.from_pylist([dict(row) for row in rows], CALLS))
         return log
@@ -91,19 +89,19 @@ class CallLog:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns: [calls] each. `graph`, `group` and `node` are indexes into `words`."""
+        """Columns, [calls] each. `graph`, `group` and `node` are indexes into `words`."""
         types: dict[str, Any] = {**dict.fromkeys(NUMBERS, np.float64), **dict.fromkeys(WORDS, np.int32)}
         self._parts = _joined(self._parts, types)
         return self._parts[0]
 
     @property
     def ranks(self) -> dict[str, np.ndarray]:
-        """The columns of RANKS: [ranks of calls] each, in the order of the calls."""
+        """Columns of `RANKS`, in the order of the calls."""
         self._rank_parts = _joined(self._rank_parts, RANKS)
         return self._rank_parts[0]
 
     def words(self, column: str) -> list[str]:
-        """Return the words of `graph`, `group` or `node`, in the order of their numbers."""
+        """Return the words of `graph`, `group` or `node` by number."""
         return list(self._words[column])
 
     @property
@@ -115,8 +113,7 @@ class CallLog:
         return [(step, float(last[step])) for step in np.unique(steps).tolist() if step >= 0]
 
     def of_steps(self, first: float, last: float) -> Timeline | None:
-        """Return the timeline of the steps `first` to `last`, inclusive, or None if the run has
-        none of them.
+        """Return the timeline of the steps `first` to `last`, inclusive; None if the run has none.
 
         The timeline begins when the step before the first one closes. A step closes when its last
         call ends.
@@ -129,9 +126,8 @@ class CallLog:
         return Timeline(self, start, max(end for _, end in own), own)
 
     def totals(self, by: str, rows: Any = slice(None)) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return (word of the column `by`, node) -> totals of its calls: their number, rows,
-        seconds, and seconds inside the slowest rank. The other seconds are spent in the driver and
-        the transport."""
+        """Map (word of the column `by`, node) to the totals of its calls: number, rows, seconds,
+        and seconds in the slowest rank. The driver and the transport take the other seconds."""
         c = {name: column[rows] for name, column in self.columns.items()}
         words, nodes = self.words(by), self.words("node")
         keys, of = np.unique(c[by].astype(np.int64) * len(nodes) + c["node"], return_inverse=True)
@@ -163,10 +159,10 @@ def _joined(parts: list[dict[str, np.ndarray]], types: Mapping[str, Any]) -> lis
 
 
 class _Idle(NamedTuple):
-    """Idle stretches between calls, in order of time."""
+    """Idle times between calls, in order."""
 
     start_s: np.ndarray
-    """[gaps] float64 start of each gap; `end_s` has the same shape."""
+    """[gaps] float64; `end_s` has the same shape."""
     end_s: np.ndarray
     before: np.ndarray
     """[gaps] int64 index of the last call that ended before the gap, or -1."""
@@ -175,9 +171,8 @@ class _Idle(NamedTuple):
 
 
 def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: float) -> _Idle:
-    """Return the idle stretches between calls in a window. Overlapping calls count as one busy
-    stretch. `starts` and `ends` are [calls] seconds, sorted by start. Times outside the window are
-    ignored.
+    """Return the idle times between calls in a window. `starts` and `ends` are [calls] seconds,
+    sorted by start; calls may overlap or exceed the window.
 
     >>> starts, ends = np.array([1.0, 2.0, 5.0]), np.array([3.0, 2.5, 6.0])
     >>> [part.tolist() for part in idle_stretches(starts, ends, 0, 7)]
@@ -185,7 +180,7 @@ def idle_stretches(starts: np.ndarray, ends: np.ndarray, start_s: float, end_s: 
     """
     free_from = np.maximum.accumulate(np.concatenate([[start_s], np.minimum(ends, end_s)]))
     free_until = np.concatenate([np.maximum(starts, start_s), [end_s]])
-    # The call that has ended last so far; of calls with equal ends, the later one.
+    # The call that has ended last so far; for equal ends, the later one.
     latest = np.concatenate(
         [[-1], np.where(np.minimum(ends, end_s) >= free_from[1:], np.arange(len(ends)), -1)]
     )
@@ -215,9 +210,9 @@ class Gap(NamedTuple):
     start_s: float
     end_s: float
     before: int
-    """Index in the lane of the call before the gap, or -1 at the start of the window."""
+    """Index in the lane of the call before the gap; -1 at the start of the window."""
     after: int
-    """Index in the lane of the call after the gap, or -1 at the end of the window."""
+    """Index in the lane of the call after the gap; -1 at the end of the window."""
 
     @property
     def seconds(self) -> float:
@@ -226,14 +221,14 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The calls of a worker group, of a rank or of one kind in a window, sorted by start."""
+    """Calls in a window, of a worker group, a rank or one kind, sorted by start."""
 
     name: str
     timeline: Timeline
     calls: np.ndarray
     """[bars] int64 index of each bar's call in the log."""
     start_s: np.ndarray
-    """[bars] float64 start of each bar. `end_s` has the same shape."""
+    """[bars] float64; `end_s` has the same shape."""
     end_s: np.ndarray
     worker_s: np.ndarray
     """[bars] seconds in the worker."""
@@ -260,8 +255,7 @@ class Lane:
         return self.idle_s / self.timeline.seconds if self.timeline.seconds else 0.0
 
     def gaps(self, most: int | None = None, shortest_s: float = 0.0) -> list[Gap]:
-        """Return the `most` longest idle stretches of `shortest_s` seconds or more, in time
-        order."""
+        """Return the `most` longest idle times of at least `shortest_s` seconds, in order."""
         lengths = self._idle.end_s - self._idle.start_s
         told = np.flatnonzero(lengths >= shortest_s)
         told = np.sort(told[np.argsort(-lengths[told], kind="stable")[:most]])
@@ -269,8 +263,8 @@ class Lane:
 
     @cached_property
     def stretches(self) -> list[tuple[float, float, list[int]]]:
-        """(start, end, nodes) of each stretch of time with a constant set of running calls. Idle
-        stretches are left out.
+        """(start, end, nodes) of each period with a constant set of running calls, without idle
+        times.
 
         >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("long", 0, 3), ("inner", 1, 2))]
         >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].stretches
@@ -283,14 +277,13 @@ class Lane:
         for start, end, node in bars:
             for place in range(at[start], at[end]):
                 nodes[place].append(node)
-        # Calls that took no time are not in any stretch.
+        # Calls that took no time are in no period.
         moments = [(start, end, [node]) for start, end, node in bars if start == end]
         busy = zip(pairwise(times), nodes, strict=False)
         return [(start, end, now) for (start, end), now in busy if now] + moments
 
     def shares(self, nodes: Sequence[int], num_bins: int) -> np.ndarray:
-        """Return the share of each bin spent on each node: [nodes, bins]. Overlapping calls share a
-        bin.
+        """Return each node's share of each bin: [nodes, bins]. Overlapping calls share a bin.
 
         >>> calls = [{"node": n, "start_s": s, "end_s": e} for n, s, e in (("n", 0.0, 1.5), ("m", 1.0, 2.0))]
         >>> Timeline(CallLog.of_rows(calls), 0, 4).lanes[0].shares([0, 1], 4).tolist()
@@ -300,7 +293,7 @@ class Lane:
         shares = np.zeros((len(nodes), num_bins))
         for place, node in enumerate(nodes):
             own = self.nodes == node
-            # Differences of large sums may round to slightly below 0.
+            # Rounding may give slightly negative differences.
             shares[place] = covered(self.start_s[own], self.end_s[own], start, width, num_bins).clip(
                 min=0
             )
@@ -319,7 +312,7 @@ class Timeline:
     start_s: float
     end_s: float
     steps: Sequence[tuple[int, float]] = ()
-    """(step, time when it closed [s]) of each step of the window. The last step may still be
+    """(step, time when it closed [s]) of each step of the window; the last step may still be
     open."""
 
     @property
@@ -331,7 +324,7 @@ class Timeline:
         """Indexes of the calls that overlap the window, sorted by start."""
         starts, ends = self.log.columns["start_s"], self.log.columns["end_s"]
         inside = (ends > self.start_s) & (starts < self.end_s)
-        # A call that took no time overlaps nothing, but belongs to the window.
+        # A call that took no time overlaps nothing.
         moments = (starts == ends) & (starts >= self.start_s) & (ends <= self.end_s)
         rows = np.flatnonzero(inside | moments)
         return rows[np.argsort(starts[rows], kind="stable")]
@@ -345,8 +338,7 @@ class Timeline:
         return self.lane(group, self.rows[self.log.columns["group"][self.rows] == number])
 
     def rank_lanes(self, group: str, ranks: Iterable[int]) -> Iterator[Lane]:
-        """Yield a lane for each of these ranks, with the rank's time in each call on several
-        ranks."""
+        """Yield a lane for each rank, with its time in each call on several ranks."""
         c, of, number = self.log.columns, self.log.ranks, self.log.words("group").index(group)
         starts = of["end_s"] - of["worker_s"]
         inside = np.flatnonzero((of["end_s"] > self.start_s) & (starts < self.end_s))
@@ -360,7 +352,7 @@ class Timeline:
 
     @cached_property
     def lanes(self) -> list[Lane]:
-        """A lane for each group of the run, in the order of their first calls."""
+        """Lanes of the groups, in the order of their first calls."""
         groups = self.log.words("group")
         first = np.full(len(groups), np.inf)
         np.minimum.at(first, self.log.columns["group"], self.log.columns["start_s"])
@@ -373,7 +365,7 @@ class Timeline:
 
     @cached_property
     def node_order(self) -> list[int]:
-        """Numbers of the nodes, sorted by their total time, longest first."""
+        """Numbers of the nodes by total time, longest first."""
         c = self.log.columns
         nodes, took = c["node"][self.rows], (c["end_s"] - c["start_s"])[self.rows]
         seconds = np.bincount(nodes, took, len(self.log.words("node")))
@@ -386,7 +378,7 @@ class Timeline:
         return f"{those}: {len(self.ended):,} calls in {seconds_text(self.seconds)}"
 
     def num_calls(self, group: str) -> int:
-        """Return the number of a group's calls that ended in the steps of the window."""
+        """Return how many calls of a group ended in the window's steps."""
         number = self.log.words("group").index(group)
         return int((self.log.columns["group"][self.ended] == number).sum())
 
@@ -395,11 +387,10 @@ def load_timeline(run: Path, steps: str = ":") -> Timeline:
     """Load the timeline of a run.
 
     Args:
-        steps: the steps to load: a number, or a range like a Python slice, such as 10:20, 10: or
-            :20.
+        steps: a number, or a range like a Python slice, such as 10:20, 10: or :20.
 
     Raises:
-        UserError: the run, its timeline or these steps do not exist, or the timeline is unreadable.
+        UserError: the run, its timeline or these steps do not exist or are unreadable.
     """
     if not run.is_dir():
         others = [p.name for p in run.parent.iterdir() if p.is_dir()] if run.parent.is_dir() else []
@@ -416,8 +407,8 @@ def load_timeline(run: Path, steps: str = ":") -> Timeline:
 
 
 def select_steps(log: CallLog, text: str = ":") -> Timeline:
-    """Return the timeline of the steps that the user names (see `load_timeline`). Raises UserError
-    if the text is malformed, or the run has none of these steps."""
+    """Return the timeline of these steps (see `load_timeline`). Raises UserError if the text is
+    malformed, or the run has none of the steps."""
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or not text:
         raise UserError(f"steps are given as 10:20 (10 to 19), 10:, :20 or 10, not {text!r}")
@@ -435,10 +426,10 @@ def select_steps(log: CallLog, text: str = ":") -> Timeline:
 
 
 def node_times(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return each node's calls, rows, seconds, and share of the window, longest first.
+    """Return each node's calls, rows, seconds and share of the window, longest first.
 
-    `worker_s` is the time inside the slowest rank. The rest of the time is spent in the driver and
-    the transport. Overlapping calls count in full.
+    `worker_s` is the time in the slowest rank; the driver and the transport take the rest.
+    Overlapping calls count in full.
     """
     totals = timeline.log.totals("group", timeline.ended)
     found = [
@@ -482,7 +473,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Format seconds with only as many digits as are useful.
+    """Format seconds with two or three digits.
 
     >>> [seconds_text(value) for value in (0.0, 0.00042, 0.0315, 2.5, 314.2, 7512.0)]
     ['0 s', '0.4 ms', '32 ms', '2.50 s', '314 s', '2 h 05 min']
@@ -503,9 +494,8 @@ def write_trace(timeline: Timeline, path: Path) -> Path:
     """Write the window as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
     Raises UserError if the file cannot be written.
 
-    Each group is a process in the trace. It has a track for its calls, and one for each rank in
-    calls on several ranks. Calls that overlap without nesting go to additional tracks. Ends of
-    steps are instant events.
+    Each group is a process in the trace, with a track for its calls and one for each rank. Calls
+    that overlap without nesting get additional tracks. Ends of steps are instant events.
     """
     log = timeline.log
     events = [
@@ -535,13 +525,13 @@ def write_trace(timeline: Timeline, path: Path) -> Path:
 
 
 def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
-    """Distribute the slices of a lane over tracks. Two slices of a track are nested or do not
-    overlap, because viewers stack the slices of a track by time."""
+    """Distribute the slices of a lane over tracks, in which slices nest or do not overlap, because
+    viewers stack the slices of a track by time."""
     c, names = lane.timeline.log.columns, lane.timeline.log.words("node")
     tracks: list[list[dict[str, Any]]] = []
     open_until: list[list[float]] = []
-    """Per track, the ends of the slices around the current time, innermost last."""
-    # Among calls that start together, the longest comes first, because the others nest in it.
+    """Per track, the ends of the open slices, innermost last."""
+    # Of calls that start together, the longest comes first: the others nest in it.
     for place in np.lexsort((-lane.end_s, lane.start_s)).tolist():
         start, end, call = float(lane.start_s[place]), float(lane.end_s[place]), lane.calls[place]
         for ends in open_until:
@@ -566,5 +556,5 @@ def _nested(lane: Lane) -> list[list[dict[str, Any]]]:
 
 
 def _us(seconds: float) -> float:
-    """Convert to microseconds, the unit of traces, rounded to nanoseconds."""
+    """Return microseconds, the unit of traces, rounded to nanoseconds."""
     return round(1e6 * seconds, 3)

@@ -16,9 +16,9 @@ from .errors import UserError, nearest
 # Metric table: every metric that Weft itself writes, with its unit and typical good and bad values.
 #
 # To add a metric, add a row to its section: `NAME | UNIT | MEANING | GOOD | BAD`. Further lines of a
-# row are indented. The name has the prefix `GROUP/` if the worker group's name precedes it, and
-# `[GROUP/]` if both occur. A `*` follows the name if `is_timed`. Metrics of users' rewards, losses, functions and workers are not in the
-# table.
+# row are indented. The prefix `GROUP/` stands for the worker group's name; `[GROUP/]` is optional.
+# A `*` follows the name if `is_timed`. The table excludes metrics of users' rewards, losses,
+# functions and workers.
 
 
 class _MetricEntry(NamedTuple):
@@ -54,65 +54,64 @@ def _section(title: str, text: str, table: str) -> _Section:
 SECTIONS = (
     _section(
         "The step",
-        "The run writes these metrics after every step.",
+        "The run writes these after every step.",
         """
-step | count | number of the step; 0 is the start of the run
+step | count | number of the step; step 0 is the start of the run
 time_s* | s | time from the first start of the run to the end of the step
-step_s* | s | time from the end of the previous step to the end of this one | steady | grows over
-    the run
-samples | rows | number of rows that the step trained on
-tokens_per_s* | tokens/s | prompt and response tokens that the step trained on, per second | as high
-    as the hardware allows | falls while `rollout/response_length` is steady
-GROUP/idle_share* | 0 to 1 | share of the step without a running call of the group; groups that
-    share devices take turns, so their idle shares add up to more than 1 | near 0 for the most
-    expensive group | near 1 for devices that no other group uses
+step_s* | s | time since the end of the previous step | steady | grows over the run
+samples | rows | rows that the step trained on
+tokens_per_s* | tokens/s | prompt and response tokens trained on per second | as high as the
+    hardware allows | falls while `rollout/response_length` is steady
+GROUP/idle_share* | 0 to 1 | share of the step in which the group ran no call; groups that take
+    turns on shared devices add up to more than 1 | near 0 for the most expensive group | near 1 for
+    devices that no other group uses
 checkpoint_pause_s* | s | longest time that the latest checkpoint blocked a group | less than a step
     | several steps
-GROUP/weights_transfer_s* | s | for a follower group: longest time to receive a version of the
+GROUP/weights_transfer_s* | s | longest time in which a follower group received a version of the
     weights | steady | grows over the run
-GROUP/weights_pause_s* | s | part of `weights_transfer_s` that blocked the group | below half of
-    `weights_transfer_s` with `double_buffer` (the default on a CPU with enough memory) | a large
-    share of the step: set `double_buffer` if memory allows it
-GROUP/weights_bytes | bytes | for a leader group: size of a published version of the weights or of
-    the adapter, summed over the publishing ranks | constant | changes
-GROUP/ranks | count | number of running ranks of an elastic group | all requested ranks | falls
-replaced_workers | count | worker processes replaced so far | missing: no process replaced | rises
-    with every step
-requeued_rows | rows | rows requeued so far because a rank failed | missing: no row requeued | rises
-    with every step
+GROUP/weights_pause_s* | s | part of `weights_transfer_s` that blocked the group | with
+    `double_buffer` (the default on a CPU with enough memory), below half of `weights_transfer_s` |
+    a large share of the step: set `double_buffer` if memory allows it
+GROUP/weights_bytes | bytes | size of a version of the weights or the adapter that a leader group
+    published, summed over its ranks | constant | changes
+GROUP/ranks | count | running ranks of an elastic group | all requested ranks | falls
+replaced_workers | count | worker processes replaced so far | missing: none | rises with every step
+requeued_rows | rows | rows requeued so far because a rank failed | missing: none | rises with every
+    step
 failed_rows | rows | rows dropped so far because a node failed on them; for an evaluation:
-    `EVALUATION/failed_rows` | missing: no row dropped | rises: results exclude the dropped rows
-stale/FATE | groups | groups that were too stale for an update so far, by the action taken: `wait`,
-    `mask`, `requeue` or `drop` | missing or 0 | `drop` rises: training favors short responses
+    `EVALUATION/failed_rows` | missing: none | rises: results exclude the dropped rows
+stale/FATE | groups | groups so far that were too stale for an update, by the schedule's action:
+    `wait`, `mask`, `requeue` or `drop` | missing or 0 | `drop` rises: training favors short
+    responses
 """,
     ),
     _section(
         "Memory",
-        "Weft reads these at most once a second, from outside the processes. `GROUP` may be `driver`. On "
-        "nodes other than the driver's, the numbers are up to ten seconds old.",
+        "Weft reads these at most once a second, from outside the processes. `GROUP` may be `driver`. "
+        "Numbers of nodes other than the driver's are up to ten seconds old.",
         """
 GROUP/resident_bytes* | bytes | host memory of all processes of the group, including mapped files
     but not shared memory | steady after the first steps | grows with every step: a leak
 GROUP/shared_bytes* | bytes | shared memory that the group's largest process has touched: row
     segments, weights in transfer, Ray's object store | steady
-GROUP/device_bytes* | bytes | peak memory that PyTorch has used on the device of a rank so far;
-    missing without a GPU. Excludes engines in separate processes, such as vLLM's with several ranks
-    | stays below the device's memory | rises until the device is full: use smaller microbatches
-segment_bytes* | bytes | size of the columns of all rows in flight, in memory or spilled to disk |
-    steady | grows: rows wait for a slow node; `BufferConfig(max_bytes=...)` sets a limit
-object_store_bytes* | bytes | size of Ray's object stores on the nodes of the run; Weft uses them
-    only for calls and replies | near 0 | grows: another program on the cluster, or one of your
-    functions, stores objects there
-host_free_bytes* | bytes | free memory on the node that has the smallest free share of its limit
-    (its cgroup's or the machine's) | at least a tenth of `host_limit_bytes` | falls: Ray kills a
-    worker when a twentieth is left
+GROUP/device_bytes* | bytes | PyTorch's peak memory on a rank's device so far; missing without a
+    GPU. Excludes engines in separate processes, such as vLLM's with several ranks | stays below the
+    device's memory | rises until the device is full: use smaller microbatches
+segment_bytes* | bytes | size of all rows in flight, in memory or spilled to disk | steady | grows:
+    rows wait for a slow node; `BufferConfig(max_bytes=...)` sets a limit
+object_store_bytes* | bytes | size of Ray's object stores on the run's nodes; Weft uses them only
+    for calls and replies | near 0 | grows: another program, or one of your functions, stores
+    objects there
+host_free_bytes* | bytes | free memory on the node with the smallest free share of its limit (the
+    cgroup's or the machine's) | at least a tenth of `host_limit_bytes` | falls: Ray kills a worker
+    at a twentieth
 host_limit_bytes* | bytes | memory limit of the node of `host_free_bytes`
 """,
     ),
     _section(
         "Rewards",
-        "`GROUP` is the group of reward workers, such as `reward`. With several reward functions, each "
-        "has its own metric `GROUP/NAME`, and so does each value that a function logs.",
+        "`GROUP` is the group of reward workers, such as `reward`. Each of several reward functions, and "
+        "each value that a function logs, has its own metric `GROUP/NAME`.",
         """
 GROUP/mean | of the reward | mean reward of the step's responses | rises | falls, or jumps within a
     few steps: check samples for reward hacking
@@ -124,36 +123,35 @@ GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such 
     `baseline_reward_mean`
 GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column
 GROUP/COLUMN_max | of the reward | largest reward in another column
-GROUP/COLUMN_scored | rows | number of rows with a reward in another column
-groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, so that their
-    advantages are 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or
-    `n` is too small
-zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: the
-    generation of each is wasted
-tied_groups | groups | groups that were dropped because all their rewards are equal | few | many:
-    the generation of each is wasted
+GROUP/COLUMN_scored | rows | rows with a reward in another column
+groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, which gives advantages
+    of 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or `n` is too
+    small
+zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: their
+    generation is wasted
+tied_groups | groups | groups that `best_and_worst` dropped because their rewards are equal or NaN |
+    few | many: their generation is wasted
 """,
     ),
     _section(
         "Generation",
         "`GROUP` is the group of rollout workers, such as `rollout`.",
         """
-GROUP/tokens | tokens | number of generated response tokens; for an update: of trained tokens
+GROUP/tokens | tokens | generated response tokens; for an update: trained tokens
 GROUP/response_length | tokens | mean length of the responses | changes slowly | collapses, or grows
     to the token limit
 GROUP/truncation_rate | 0 to 1 | share of responses that reached the token limit | below 0.1 | near
     1: the reward grades unfinished responses
-length_ratio | ratio | mean length of trained responses divided by mean length of sampled responses
-    | near 1 | below 1: training favors short responses
+length_ratio | ratio | mean length of trained responses divided by that of finished responses | near
+    1 | below 1: training favors short responses
 mean_trained_length | tokens | mean length of the responses that the step trained on
 mean_finished_length | tokens | mean length of the responses that finished in the step
-GROUP/mean_staleness | versions | updates between the sampling and the training of a token, mean
-    over tokens | lower than the bound of the schedule | at the bound in every step: generation is
-    faster than training
-GROUP/max_staleness | versions | updates between the sampling and the training of the oldest token |
-    at most the bound of the schedule
-GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of the published elements that
-    differ from the previous version | a few hundredths | above a tenth: deltas do not help
+GROUP/mean_staleness | versions | updates between sampling and training of a token, mean over tokens
+    | below the schedule's bound | always at the bound: generation is faster than training
+GROUP/max_staleness | versions | updates between sampling and training of the oldest token | at most
+    the schedule's bound
+GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of published elements that differ
+    from the previous version | a few hundredths | above a tenth: deltas do not help
 """,
     ),
     _section(
@@ -166,24 +164,24 @@ GROUP/loss | of the loss | mean loss over its units (tokens, rows or pairs) | su
 GROUP/grad_norm | of the gradient | norm of the gradient before clipping | steady | grows over
     several steps, or is not finite
 GROUP/learning_rate | per step | learning rate of the last optimizer step
-GROUP/skipped_steps | count | optimizer steps that were skipped because they were bad or had no
-    trained tokens | 0 | above 0
-GROUP/bad_steps | count | optimizer steps whose loss or gradient was not finite, or whose gradient
-    was too large | 0 | above 0
+GROUP/skipped_steps | count | optimizer steps skipped because they were bad or had no trained tokens
+    | 0 | above 0
+GROUP/bad_steps | count | optimizer steps with a loss or gradient that was not finite, or a gradient
+    that was too large | 0 | above 0
 GROUP/entropy | nats/token | entropy of the policy's token distributions | falls slowly | near 0
     within a few steps: the policy samples only one response
-GROUP/clip_fraction | 0 to 1 | share of tokens whose ratio is clipped (for a critic: whose value is
-    clipped) | 0.01 to 0.2 | above 0.3: updates are too large
+GROUP/clip_fraction | 0 to 1 | share of tokens with a clipped ratio (for a critic: a clipped value)
+    | 0.01 to 0.2 | above 0.3: updates are too large
 GROUP/approx_kl | nats/token | divergence from the policy before the update (k3 estimator) | below
     0.02 | above 0.1: updates are too large
-GROUP/kl | nats/token | divergence from the reference, by the estimator of the loss; with an
-    adaptive penalty: in nats per response | grows slowly | grows while the reward falls
-GROUP/kl_coefficient | per nat | coefficient of the adaptive KL penalty in this step
-GROUP/mean_logprob_gap | nats/token | mean absolute difference between the log-probabilities of
+GROUP/kl | nats/token | divergence from the reference, by the loss's estimator; with an adaptive
+    penalty: nats per response | grows slowly | grows while the reward falls
+GROUP/kl_coefficient | per nat | coefficient of the adaptive KL penalty
+GROUP/mean_logprob_gap | nats/token | mean absolute difference of a token's log-probabilities in
     generator and trainer under the same weights | below 0.01 (bfloat16), below 1e-5 (float32) |
     grows: generator and trainer compute different models
-GROUP/max_logprob_gap | nats | largest absolute difference in the step between these two
-    log-probabilities of a token | below 1 | several nats
+GROUP/max_logprob_gap | nats | largest difference of a token's log-probabilities in generator and
+    trainer | below 1 | several nats
 GROUP/moved_routes | 0 to 1 | with `routes=True`: share of tokens and layers for which the trainer's
     router would choose other experts than the generator's | 0 (float32), a few hundredths
     (bfloat16) | grows within an update of many steps: the recorded routes are stale
@@ -191,44 +189,43 @@ GROUP/generator_kl_k1 | nats/token | unbiased estimate (k1) of KL(generator || t
     drifts away from 0
 GROUP/generator_kl_k3 | nats/token | estimate (k3) of KL(generator || trainer) that is never
     negative | below 0.01 | grows
-GROUP/mean_generator_ratio | ratio | ratio p_trainer / p_generator of a token's probability, mean
-    over tokens | near 1 | drifts away from 1
-GROUP/max_generator_ratio | ratio | largest ratio p_trainer / p_generator of a token in the step |
-    below 10 | above 100
-GROUP/mean_importance_weight | ratio | mean weight that a correction gives to a token | near 1 | far
+GROUP/mean_generator_ratio | ratio | ratio p_trainer / p_generator of a token, mean over tokens |
+    near 1 | drifts away from 1
+GROUP/max_generator_ratio | ratio | largest ratio p_trainer / p_generator of a token | below 10 |
+    above 100
+GROUP/mean_importance_weight | ratio | mean weight of a token from the corrections | near 1 | far
     below 1: most of the batch hardly counts
-GROUP/truncated_fraction | 0 to 1 | share of tokens whose importance weight is truncated | below
-    0.05 | above 0.3
-GROUP/masked_fraction | 0 to 1 | share of tokens that a correction masks | below 0.05 | above 0.3
-GROUP/masked_tokens | tokens | number of tokens that a correction masks | few
-GROUP/masked_rows | rows | number of rows that a correction masks completely | few
+GROUP/truncated_fraction | 0 to 1 | share of tokens with a truncated importance weight | below 0.05
+    | above 0.3
+GROUP/masked_fraction | 0 to 1 | share of tokens that corrections mask | below 0.05 | above 0.3
+GROUP/masked_tokens | tokens | tokens that corrections mask | few
+GROUP/masked_rows | rows | rows that corrections mask completely | few
 """,
     ),
     _section(
         "Mixtures of experts",
-        "Metrics of updates; `GROUP` is the trained group. They cover all tokens that the model reads, "
+        "`GROUP` is the trained group. These metrics of updates cover all tokens that the model reads, "
         "including prompts. Experts have no capacity limit, so no token is dropped.",
         """
 GROUP/expert_load | ratio | load of a layer's busiest expert divided by the mean load of its
-    experts, mean over layers; between 1 and the number of experts over the number chosen per token
-    | as at the start of the run | grows: few experts do most of the work (set `router_loss`)
-GROUP/max_expert_load | ratio | `expert_load` of the layer with the largest
+    experts, mean over layers; between 1 and num_experts / experts_per_token | as at the start of
+    the run | grows: few experts do most of the work (set `router_loss`)
+GROUP/max_expert_load | ratio | `expert_load` of the layer where it is largest
 GROUP/router_entropy | nats | entropy of a router's distribution over experts, mean over tokens and
     layers | steady | falls to 0
-GROUP/router_loss | 1 | load-balancing loss before its coefficient, measured even if the loss is
-    disabled: number of experts times the sum over experts of load times probability. If all experts
-    have equal shares, it is the number of experts per token | near the number of experts per token
-    | grows
+GROUP/router_loss | 1 | load-balancing loss before its coefficient, measured even if disabled:
+    num_experts times the sum over experts of load times probability; with equal shares, the number
+    of experts per token | near the number of experts per token | grows
 """,
     ),
     _section(
         "The critic's update",
-        "`GROUP` is the group of the critic. Its other metrics, such as `loss`, `grad_norm` and "
-        "`clip_fraction`, have the same meaning as in the policy's update.",
+        "`GROUP` is the critic's group. Its other metrics, such as `loss`, `grad_norm` and "
+        "`clip_fraction`, are as in the policy's update.",
         """
-GROUP/value | of the return | value that the critic predicts, mean over tokens | follows `return` |
-    far from `return`
-GROUP/return | of the return | return that the critic is trained to predict, mean over tokens
+GROUP/value | of the return | predicted value, mean over tokens | follows `return` | far from
+    `return`
+GROUP/return | of the return | target of the value, mean over tokens
 """,
     ),
     _section(
@@ -242,19 +239,19 @@ preference_accuracy_low | 0 to 1 | in an evaluation: lower end of the 95 % inter
     `preference_accuracy`
 preference_accuracy_high | 0 to 1 | in an evaluation: upper end of the 95 % interval of
     `preference_accuracy`
-preference_margin | nats | score of the preferred response minus score of the other | rises | falls
+preference_margin | nats | score of the preferred response minus that of the other | rises | falls
 GROUP/chosen_reward | of the loss | implicit reward (or score) of preferred responses | rises
 GROUP/rejected_reward | of the loss | implicit reward (or score) of rejected responses | falls
 GROUP/reward_margin | of the loss | `chosen_reward` minus `rejected_reward` | rises | falls
 GROUP/chosen_logprob | nats | log-probability of preferred responses under the policy | steady |
-    falls by many nats: the policy unlearns preferred responses, too
+    falls by many nats: the policy also unlearns preferred responses
 GROUP/rejected_logprob | nats | log-probability of rejected responses under the policy | falls
-GROUP/chosen_nll | nats/token | negative log-likelihood of preferred responses, the supervised term
-    of the loss | falls
-GROUP/reference_point | nats | z0 of KTO: the divergence from the reference that responses are
+GROUP/chosen_nll | nats/token | negative log-likelihood of preferred responses, the loss's
+    supervised term | falls
+GROUP/reference_point | nats | KTO's z0: the divergence from the reference that responses are
     compared with | near 0
-GROUP/step_reward | 0 to 1 | probability that a step of a solution is correct, by a process reward
-    model
+GROUP/step_reward | 0 to 1 | a process reward model's probability that a step of a solution is
+    correct
 GROUP/step_accuracy | 0 to 1 | share of solution steps that the process reward model classifies
     correctly | rises | near the share of the larger class
 """,
@@ -263,28 +260,28 @@ GROUP/step_accuracy | 0 to 1 | share of solution steps that the process reward m
         "Evaluations",
         "Weft writes these metrics with those of the evaluated step. Each name begins with the "
         "evaluation's name: `eval/pass@1`. The graph of an evaluation also writes metrics of the other "
-        "sections: `eval/reward/mean`. Intervals treat prompts as independent of each other. They are "
-        "Wilson intervals if all values are 0 or 1, otherwise Student's t intervals.",
+        "sections: `eval/reward/mean`. Intervals, which treat prompts as independent, are Wilson "
+        "intervals if all values are 0 or 1, otherwise Student's t intervals.",
         """
 avg@K | of the reward | mean reward of K responses per prompt, mean over prompts | rises | falls
     while the training reward rises: the policy overfits the training prompts
 avg@K_low | of the reward | lower end of the 95 % interval of `avg@K`
 avg@K_high | of the reward | upper end of the 95 % interval of `avg@K`
 pass@K | 0 to 1 | unbiased estimate of the probability that at least one of K responses to a prompt
-    is correct, mean over prompts. The grader among the reward functions decides whether a response
-    is correct; without a grader, its reward must reach a threshold | rises | falls for large K
-    while `pass@1` rises: the policy loses diversity
+    is correct, mean over prompts. The grader among the reward functions decides; without a grader,
+    the reward must reach a threshold | rises | falls for large K while `pass@1` rises: the policy
+    loses diversity
 pass@K_low | 0 to 1 | lower end of the 95 % interval of `pass@K`
 pass@K_high | 0 to 1 | upper end of the 95 % interval of `pass@K`
-prompts | count | number of evaluated prompts | all held-out prompts
+prompts | count | evaluated prompts | all held-out prompts
 prompts_lost | count | held-out prompts without a scored response, because the grader failed or a
-    filter dropped them; means cover only the other prompts | 0 | above 0: steps that lost different
-    prompts cannot be compared
-prompts_asked | count | number of held-out prompts
-oldest_version | version | oldest version of the weights that sampled the responses; it differs from
-    the step's if training continues during the evaluation | the version of the step
-newest_version | version | newest version of the weights that sampled the responses | the version of
-    the step
+    filter dropped them; means exclude them | 0 | above 0: steps that lost different prompts cannot
+    be compared
+prompts_asked | count | held-out prompts
+oldest_version | version | oldest version of the weights that sampled responses; differs from the
+    step's if training continues during the evaluation | the version of the step
+newest_version | version | newest version of the weights that sampled responses | the version of the
+    step
 """,
     ),
 )
@@ -314,9 +311,8 @@ def entries() -> Iterable[_MetricEntry]:
 
 @cache
 def entry_named(name: str) -> _MetricEntry | None:
-    """Return the table entry of a metric, or None if there is none. `name` has no evaluation or
-    group prefix."""
-    # Exact names first: `COLUMN_mean` would also match other names.
+    """Return the table entry of a metric, if any. `name` has no evaluation or group prefix."""
+    # `COLUMN_mean` would also match other names.
     exact = (entry for entry in entries() if entry.name == name)
     return next(exact, None) or next(
         (entry for entry in entries() if _pattern(entry.name).fullmatch(name)), None
@@ -326,7 +322,7 @@ def entry_named(name: str) -> _MetricEntry | None:
 def written_name(group: str, name: str) -> str:
     """Return the written name of a worker group's metric.
 
-    The group's name is the prefix, except for metrics of the table that a Weft function measured.
+    The group's name is the prefix, except for the table's metrics that Weft's functions measure.
 
     >>> written_name("actor", "loss"), written_name("functions", "groups_without_signal"), written_name("functions", "my_own")
     ('actor/loss', 'groups_without_signal', 'functions/my_own')
@@ -349,7 +345,7 @@ def is_of_group(name: str, metric: str) -> bool:
 
 
 def untimed(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step that do not depend on wall-clock time.
+    """Return a step's metrics that do not depend on wall-clock time.
 
     >>> untimed({"step": 1.0, "step_s": 0.5, "actor/idle_share": 0.1, "actor/loss": 2.0})
     {'step': 1.0, 'actor/loss': 2.0}
@@ -359,13 +355,13 @@ def untimed(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def entry_of(name: str) -> _MetricEntry:
-    """Return the entry of a metric by its written name, with evaluation and group names.
+    """Return the entry of a metric by its written name, with prefixes.
 
     >>> entry_of("critic/loss").unit, entry_of("eval/stale/drop").name
     ('of the loss', 'stale/FATE')
 
     Raises:
-        UserError: the table has no such metric. The message suggests the nearest one.
+        UserError: the table has no such metric.
 
     >>> entry_of("actor/entorpy")
     Traceback (most recent call last):
@@ -399,11 +395,11 @@ SCORES = {
     r"(.*/)?mean": "mean reward",
     r"(.*/)?preference_accuracy": "preference accuracy",
 }
-"""Pattern of a metric -> label. An evaluation's score is the metric of its first match."""
+"""Maps patterns of metrics to labels. An evaluation's score is the first match."""
 
 
 def score_label(name: str) -> str | None:
-    """Return the label of an evaluation's score by its name without the evaluation's, or None.
+    """Return the label of an evaluation's score, or None. `name` has no evaluation prefix.
 
     >>> score_label("pass@1"), score_label("avg@8"), score_label("judge/mean"), score_label("loss")
     ('pass@1', 'mean reward', 'mean reward', None)

@@ -1,4 +1,4 @@
-"""Graders: grade a response as `(response, answer) -> 0 to 1`.
+"""Graders: callables `(response, answer) -> 0 to 1`.
 
 Each grader is a reward function: `weft.group(weft.RewardWorker, function=Gsm8k(), tokenizer=...)`.
 
@@ -6,6 +6,5 @@ Each grader is a reward function: `weft.group(weft.RewardWorker, function=Gsm8k(
   notations.
 - `text.py` (exact, F1, regular expression, format, length, JSON schema) and `choice.py` are pure
   functions.
-- `math.py` compares formulas (`equality.py`) in a separate process that can be killed. The process
-  runs `math_program.py`.
+- `math.py` compares formulas (`equality.py`) in a separate process (`math_program.py`).
 """

@@ -1,4 +1,4 @@
-"""MultipleChoice: grades the letter or number of the option that a response chooses."""
+"""MultipleChoice: grades the option that a response chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _ADVERB = r"(?i:for\s+sure|definitely|clearly|thus|therefore|probably|most\s+lik
 
 
 def _patterns(keys: str) -> dict[str, re.Pattern[str]]:
-    """Return the expressions that find an option; `keys` is a range of uppercase characters."""
+    """Return the expressions that find an option; `keys` is a range of uppercase letters or
+    digits."""
     bare = rf"(?-i:[{keys}])(?!\)?[\w'’]|[.,/:]\d|\s*[-+*/=^%]\s*\d)"
     small = rf"(?-i:[{keys.lower()}])"
     key = rf"\s*\**\s*\(?\s*\**(?P<key>{bare}|(?<=\(){small}(?=\))|{small}(?=\)|\**\s*(?:[.,;:!]?\s*$|[.,;:!]\s)))\)?\**"
@@ -68,9 +69,8 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
     r"""Return the option that a response gives as its answer, in upper case, or None. Options are
     the letters A to J or the numbers 1 to 9.
 
-    A box or an `<answer>` takes precedence, then "the answer is C", then a letter at the start or
-    end of the response. Options that the response rejects ("it isn't C", "B is wrong") do not
-    count.
+    Looks in boxes and `<answer>` first, then for "the answer is C", then at the start and end of
+    the response. Ignores options that the response rejects ("it isn't C", "B is wrong").
 
     >>> letter_of(r"It cannot be B, so \boxed{\text{(C)}}."), letter_of("The answer is (d) Paris."), letter_of("A good question")
     ('C', 'D', None)
@@ -83,7 +83,7 @@ def letter_of(response: str, *, numbers: bool = False) -> str | None:
         inside = plain(content)
         return (
             _at_start(inside, patterns)
-            # If a box is the whole text, looking inside it would recurse without end.
+            # Looking into a box that is the whole text would never end.
             or (inside != text and letter_of(inside, numbers=numbers))
             or None
         )
@@ -134,12 +134,12 @@ def _at_start(text: str, patterns: dict[str, re.Pattern[str]]) -> str | None:
 
 
 class MultipleChoice(Grader):
-    """1 for the answer's option, 0 for another option or none. Options: A to J, or 1 to 9."""
+    """1 for the answer's option, otherwise 0. Options: A to J, or 1 to 9."""
 
     is_verdict: ClassVar[bool] = True
 
     def __call__(self, response: str, answer: str) -> float:
-        """Compare a response with an option, written like "C", "(c)", "(C) Paris" or "3".
+        """Compare a response with an answer such as "C", "(c)", "(C) Paris" or "3".
 
         >>> MultipleChoice()("Answer: (B)", "B"), MultipleChoice()("I would say that it is C.", "(B) Rome")
         (1.0, 0.0)

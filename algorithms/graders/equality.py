@@ -1,7 +1,7 @@
-"""Equality of two mathematical answers, using `math-verify` and sympy.
+"""Equality of two mathematical answers, with `math-verify` and sympy.
 
-A comparison may never end, so run it in a process that can be killed (`math.py`). Text from a model
-is parsed, never evaluated.
+A comparison may never end, so `math.py` runs it in a process that it can kill. Text from a model is
+parsed, never evaluated.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from .numbers import (
 LOG = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 2000
-"""[characters] Longest answer to compare as a formula. The limit is higher if the right answer is
-long."""
+"""[characters] Longest answer to compare as a formula; more if the right answer is long."""
 LARGEST_DIGITS = 50_000
-"""Number of digits of the largest power or factorial to compute."""
+"""Digits of the largest power or factorial to compute."""
 _TOWER = re.compile(r"(\d+)\s*(?:\^|\*\*)\s*[{(]*\s*(?=\d)")
 _FACTORIAL = re.compile(r"(\d+)\s*(!+)")
 _FACTORIAL_OF_FORMULA = re.compile(r"\^[^()]*\)\s*!|!\s*\)\s*!")
@@ -55,14 +54,14 @@ _CALL = re.compile(r"\\(sqrt|exp)\s*\(([^()]*)\)")
 
 
 MAX_REPORTS = 10
-"""Largest number of failed comparisons that a process reports."""
+"""Maximum number of failed comparisons that a process reports."""
 _reports = itertools.count(1)
 
 
 def is_right(response: str, answer: str) -> bool:
-    r"""Return whether the final answer of a response equals the answer, which may be bare or a
-    solution that ends with it. Raises a ValueError if the answer is empty or a sentence, or if the
-    two are too large to compare.
+    r"""Return whether the final answer of a response equals the answer, which may be bare or end a
+    solution. Raises a ValueError if the answer is empty or a sentence, or if the two are too large
+    to compare.
 
     >>> is_right(r"So it is \boxed{\frac{2}{4}}.", "0.5"), is_right(r"\boxed{5}, no, \boxed{6}", "5")
     (True, False)
@@ -72,7 +71,7 @@ def is_right(response: str, answer: str) -> bool:
     if not plain(gold):
         raise ValueError(f"the answer {answer[:100]!r} is empty")
     text = extraction.without_reasoning(response).strip()
-    # Compare cheaply first, because most right answers are written like the given answer.
+    # Most right answers are written like the given answer, so compare their notation first.
     if not text or key(text[: 2 * len(gold) + 100]) == key(gold):
         return bool(text)
     final = extraction.final_part(response)
@@ -89,8 +88,7 @@ def is_right(response: str, answer: str) -> bool:
 
 
 def _states(gold: str, text: str) -> bool:
-    """Return whether a text states the answer: in a box, after "the answer is", alone, or at the
-    end."""
+    """Return whether a text states the answer, in one of the usual places."""
     boxed = extraction.last_boxes(text)
     if boxed:
         said = _said_in_box(boxed[-1])
@@ -149,8 +147,7 @@ def _stated_by(answer: str) -> str | None:
 
 
 def are_equal(gold: str, given: str) -> bool:
-    r"""Return whether two bare answers mean the same: by notation, as numbers, as words, or as
-    formulas.
+    r"""Return whether two bare answers are equal in notation, as numbers, as words or as formulas.
 
     >>> are_equal(r"\dfrac12", "0.5"), are_equal(r"\text{Odd}", "odd"), are_equal("10 cm", "10 m")
     (True, True, False)
@@ -191,15 +188,14 @@ def _said_in_box(box: str) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    """Return words without articles and plural endings, so that "No solutions" equals "no
-    solution"."""
+    """Return words without articles and plural endings: "No solutions" equals "no solution"."""
     found = re.findall(r"[^\W_]+", plain(text).lower())
     words = [word for word in found if word not in ("a", "an", "the")]
     return [w.removesuffix("s") if len(w) > 3 and not w.endswith("ss") else w for w in words]
 
 
 def _without_unit(text: str) -> tuple[str, tuple[Unit, Fraction]]:
-    r"""Split a formula from the unit after it. Return the formula, and the unit with its size.
+    r"""Return a formula without the unit after it, and the unit with its size.
 
     >>> _without_unit(r"25\pi cm^2")[0], _without_unit(r"25\pi r")[0], _without_unit(r"6\sqrt{2}\text{ m}")[0]
     ('25\\pi', '25\\pi r', '6\\sqrt{2}')
@@ -228,8 +224,8 @@ def _is_number(text: str) -> bool:
 
 
 def _same_number(gold: str, given: str) -> bool:
-    """Return whether two numeric texts are equal. A comma may be a decimal comma if the other text
-    has none."""
+    """Return whether two numbers are equal. A comma may be a decimal comma if the other text has
+    none."""
     one, other = quantity_of(gold), quantity_of(given)
     if one is not None and other is not None and one.equals(other):
         return True
@@ -249,7 +245,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _begins_with(gold: str, said: str) -> bool:
-    """Return whether a stated answer, such as "42 apples in 3 boxes", begins with the right one."""
+    """Return whether an answer such as "42 apples in 3 boxes" begins with the right one."""
     formulas = _formulas(said)
     if any(are_equal(gold, given) for given in dict.fromkeys((", ".join(formulas), *formulas[:1]))):
         return True
@@ -267,7 +263,7 @@ def _formulas(text: str) -> list[str]:
 
 
 def _in_prose(gold: str, text: str) -> bool:
-    """Return whether the formula, number or words at the end of a text are the answer."""
+    """Return whether a text ends with the answer."""
     if is_words(gold):
         ending = re.escape(plain(gold)) + r"[\s.!*]*$"
         stated = rf"(?:\b(?:is|are|was|were|be)|[:=])\s+(?:(?:an?|the)\s+)?\**{ending}"
@@ -296,8 +292,8 @@ def _formula(text: str) -> str:
 
 
 def _verified(gold: list[Any], given: list[Any]) -> bool:
-    """Return whether some reading of the answer provably equals some reading of the given text.
-    Raises MemoryError or RecursionError if the comparison is too large."""
+    """Return whether a parse of the answer provably equals a parse of the given text. Raises
+    MemoryError or RecursionError if the comparison is too large."""
     _, verify = _math_verify()
     try:
         right = bool(
@@ -315,7 +311,7 @@ def _verified(gold: list[Any], given: list[Any]) -> bool:
 
 
 DIGITS = 1500
-"""Digits of precision when comparing two constants. `verify` compares only 15."""
+"""Digits of precision for comparing constants; `verify` compares only 15."""
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -374,8 +370,7 @@ def _parsed(formula: str) -> list[Any]:
 
 @cache
 def _math_verify() -> tuple[Any, Any]:
-    """Return `parse` and `verify` of math-verify. Their time limits use signals, so they are turned
-    off."""
+    """Return `parse` and `verify` of math-verify."""
     import math_verify
 
     for name in ("math_verify", "math_verify.parser", "math_verify.grader"):
@@ -387,7 +382,7 @@ def _is_huge(text: str) -> bool:
     """Return whether a number in the text has too many digits to compute."""
     if _FACTORIAL_OF_FORMULA.search(text):
         return True
-    # Nine digits show that a number is too large, and `int` rejects more than 4,300.
+    # Nine digits are enough, and `int` rejects more than 4,300.
     if any(len(marks) > 1 or int(n[:9]) > LARGEST_DIGITS // 4 for n, marks in _FACTORIAL.findall(text)):
         return True
     place = 0

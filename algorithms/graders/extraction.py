@@ -1,7 +1,6 @@
 """Find the final answer of a response: after the reasoning, in a tag or a box, or at the end.
 
 All functions process text in a single scan, so long responses stay cheap.
-`dataflow/prompts/answers.py` finds boxes and `####`, which worked solutions contain as well.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _PHRASE = re.compile(
 )
 _END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])(?<!\bi\.e)(?<!\be\.g)\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
-"""Answers without a box are searched for in this number of characters at the end of a response."""
+"""[characters] End of a response in which to search for an answer without a box."""
 
 _CANDIDATE = (
     r"(?:\\boxed\s*\{[^{}]*\}|\$[^$\n]{1,100}\$|[*\\$]*[-+−]?\d(?:[\w.,/^%]*[\w%])?\**"
@@ -32,7 +31,7 @@ _DENIED = re.compile(
     rf"{_FILLERS}{_CANDIDATES}(?![\w/^])",
     re.IGNORECASE,
 )
-"""A candidate that a response names only to reject it: "not 6", "isn't (C)", "rather than 9"."""
+"""A rejected candidate: "not 6", "isn't (C)", "rather than 9"."""
 _NOT_BUT = re.compile(
     r"\bnot\s+(?!only\b|just\b|merely\b)[\w'’ ]{1,40}?,?\s+but\s+(?:rather\s+|instead\s+)?(?=[\w$\\])",
     re.IGNORECASE,
@@ -71,9 +70,8 @@ def final_part(response: str) -> str | None:
     r"""Return the part of a response that states its answer; None if the response is cut off or
     withdraws its answer.
 
-    Ignores reasoning in `<think>`, and candidates that the response rejects ("not 6 but 5"). The
-    last `<answer>` counts, unless a box follows it. Text after "Wait, no" replaces the answer
-    before it.
+    Ignores reasoning in `<think>`, and rejected candidates ("not 6 but 5"). The last `<answer>`
+    counts, unless a box follows it. Text after "Wait, no" replaces the answer before it.
 
     >>> final_part("<answer>2x + 3</answer>"), final_part("It is not 6 but 5."), final_part(r"\boxed{5}. No, wait: \boxed{6")
     ('2x + 3', 'It is 5.', None)
@@ -92,7 +90,7 @@ def final_part(response: str) -> str | None:
         return None
     said = max((phrase.end() for phrase in _PHRASE.finditer(text)), default=0)  # "the answer is"
     stated = max(last_box[1], min(last_tag[1], len(text)), text.rfind("####"), said)
-    # The response has withdrawn its answer, so look for a new one after that.
+    # The response withdraws its answer, so look for a new one after that.
     if (rest := _after_withdrawal(text, stated)) is not None:
         return final_part(rest) if re.search(r"\w", rest) else None
     if last_tag[0] < 0:
@@ -108,14 +106,14 @@ def denied_letters(text: str) -> set[str]:
 
 
 def without_tag(text: str) -> str:
-    """Return the content of the last `<answer>`, or the text itself if it has none."""
+    """Return the content of the last `<answer>`, or the whole text if it has none."""
     tags = _tags(text)
     return _TAG.sub(" ", text[slice(*tags[-1])]) if tags else text
 
 
 def _tags(text: str) -> list[tuple[int, int]]:
-    """Return the start and end of each `<answer>`. The end of one that is not closed is one past
-    the end of the text."""
+    """Return the start and end of each `<answer>`; an unclosed one ends one past the end of the
+    text."""
     found: list[tuple[int, int]] = []
     opened = -1
     for tag in _TAG.finditer(text):
@@ -140,7 +138,7 @@ def _last_open(text: str, closed: list[int]) -> int:
 
 
 def _after_withdrawal(text: str, stated: int) -> str | None:
-    """Return the text after the point where the response withdraws a stated answer, or None."""
+    """Return the text after the withdrawal of a stated answer, or None."""
     ends = [match.end() for match in _WITHDRAWN.finditer(text, stated)]
     if stated and (refuted := _REFUTED_AT_ONCE.match(text, stated)):
         ends.append(refuted.end())
@@ -154,7 +152,7 @@ def _after_withdrawal(text: str, stated: int) -> str | None:
 
 
 def without_reasoning(response: str) -> str:
-    """Return the text after the last `</think>`, or the whole response if there is none. Empty if a
+    """Return the text after the last `</think>`, or the whole response without one; empty if a
     `<think>` is not closed.
 
     >>> without_reasoning("<think>41? No.</think> It is 42."), without_reasoning("<think>41? Or 42")
@@ -170,8 +168,8 @@ _ABOUT = re.compile(r"\b(?:about|approximately|roughly)\b|≈|\\approx", re.IGNO
 
 
 def last_boxes(text: str) -> tuple[str, ...]:
-    r"""Return the contents of the last box, preceded by those of earlier boxes in the same list:
-    `\boxed{1} and \boxed{2}`.
+    r"""Return the contents of the last boxes, several if they form a list: `\boxed{1} and
+    \boxed{2}`.
 
     >>> last_boxes(r"\boxed{3}? No. So \boxed{1} and \boxed{2}.")
     ('1', '2')
@@ -180,7 +178,7 @@ def last_boxes(text: str) -> tuple[str, ...]:
     first = len(found) - 1
     for (_, end, _), (start, _, _) in reversed(list(pairwise(found))):
         between = text[end:start]
-        # A box with a rounded value repeats the answer, so take the box before it.
+        # A rounded value repeats the answer of the box before it.
         if _ABOUT.search(between[-60:]):
             first -= 1
             continue
@@ -195,7 +193,7 @@ def last_boxes(text: str) -> tuple[str, ...]:
 
 
 def after_phrase(text: str) -> str | None:
-    """Return the text after the last "the answer is" or "Answer:", up to the end of the sentence.
+    """Return the rest of the sentence after the last "the answer is" or "Answer:".
 
     >>> after_phrase("So the answer is **$3.50**. I hope that helps.")
     '$3.50'
@@ -213,8 +211,7 @@ _RATIO = re.compile(r"(?<![\w.:])\d+(?:\s*:\s*\d+)+(?![\w:])")
 
 
 def conclusion(text: str) -> str | None:
-    """Return the number after the last "so", "thus", "hence" or "therefore", with at most one word
-    between.
+    """Return the number, and at most one word, after the last "so", "thus", "hence" or "therefore".
 
     >>> conclusion("between 7 and 9, so 8"), conclusion("42, so 41 was wrong")
     (' 8', None)
@@ -249,7 +246,7 @@ def last_number(text: str) -> str | None:
 
 
 def stated_part(text: str) -> str:
-    """Return the part of a short text that contains the answer, such as one side of an equals sign.
+    """Return the part of a short text with the answer, such as one side of an equals sign.
 
     >>> stated_part("10 (x=3)"), stated_part("2 * 5 = 10 apples"), stated_part("10, since x = 3"), stated_part("10 = 2 * 5")
     ('10  ', ' 10 apples', '10', '10')

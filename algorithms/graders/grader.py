@@ -1,4 +1,4 @@
-"""Grader: the base class of all graders."""
+"""Grader: base class of graders."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...dataflow.tracing import refusing_rows
 
 
 class Grader(Config):
-    """Base class of graders: immutable, callable objects that grade one response.
+    """Base class of graders: immutable callables that grade one response.
 
-    A reward worker calls it like a function, with the columns that its parameters name: `response`,
-    the text, and `answer`, the ground truth of the prompt. A subclass always gets the answer as
-    text: `5` for the number 5, JSON for a list or an object.
+    A reward worker calls it with the columns that its parameters name: `response`, the text, and
+    `answer`, the ground truth of the prompt. The answer is always text: `5` for the number 5, JSON
+    for a list or an object.
 
     >>> class Shouts(Grader):
     ...     mark: str = "!"
@@ -34,7 +34,7 @@ class Grader(Config):
     """
 
     is_verdict: ClassVar[bool] = False
-    """Whether the grade is 1 or 0, so that an evaluation can report it as pass@1."""
+    """Whether grades are 1 or 0, so that an evaluation can report pass@k."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -53,7 +53,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
     def graded(*arguments: Any, **named: Any) -> float:
         given = signature.bind(*arguments, **named)
         has_default = signature.parameters["answer"].default is not inspect.Parameter.empty
-        # If the grader does not need an answer, treat a missing value in the column as no answer.
+        # If the answer has a default, a null in the column stands for it.
         if given.arguments.get("answer", "") is None and has_default:
             del given.arguments["answer"]
         if "answer" in given.arguments:
@@ -64,7 +64,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
 
 
 def answer_text(answer: object) -> str:
-    """Return an answer as text. Raises a SampleError if the answer is missing.
+    """Return an answer as text. Raises a SampleError if it is missing.
 
     >>> answer_text(5), answer_text(0.5), answer_text(True), answer_text({"a": [1]})
     ('5', '0.5', 'True', '{"a": [1]}')

@@ -1,4 +1,4 @@
-"""Math and Gsm8k: grade the final answer of a response as a formula or as a number."""
+"""Math and Gsm8k: grade the final answer of a response as a formula or a number."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .numbers import Quantity, quantity_of
 
 # Comparing formulas
 #
-# Formulas are compared in a child process (`math_program.py`), because math-verify may not
-# terminate. Each process that grades starts one child at the first comparison, and replaces it
-# after a kill. The grading process uses no signals, so any of its threads may grade.
+# Each grading process compares formulas in a child process (`math_program.py`), because math-verify
+# may not terminate. The child starts at the first comparison, and is replaced after a kill. Time
+# limits use no signals, so any thread may grade.
 
 DEADLINE_S = 10.0
-"""[s] Longest time for a comparison."""
+"""[s] Time limit of a comparison."""
 START_S = 120.0
-"""[s] Longest time for the process to import math-verify."""
+"""[s] Time limit for importing math-verify."""
 MAX_CHARACTERS = 200_000
-"""Number of characters at the end of a response to read."""
+"""Characters to read at the end of a response."""
 
 
 class _MathProcess:
@@ -36,8 +36,8 @@ class _MathProcess:
         self._child: ChildProcess | None = None
 
     def compare(self, response: str, answer: str, deadline_s: float) -> bool:
-        """Compare the final answer of a response with the answer, using `equality.is_right`. Raises
-        a SampleError if the comparison took too long or failed, or if the process ended."""
+        """Compare with `equality.is_right`. Raises a SampleError if the comparison took too long or
+        failed, or if the process ended."""
         request = {"response": response[-MAX_CHARACTERS:], "answer": answer, "deadline_s": deadline_s}
         with self._lock:
             child = self._child or self._start()
@@ -93,12 +93,11 @@ def _short(text: str) -> str:
 class Math(Grader):
     r"""1 if the final answer of the response equals the answer, otherwise 0.
 
-    Numbers, units and words are compared by rules, and formulas by `math-verify`. The final answer
-    is in the last `\boxed{}`, after `####`, after "the answer is", or last. The answer may be bare
-    (`\frac{1}{2}`) or a solution that ends with it.
+    Rules compare numbers, units and words; `math-verify` compares formulas. The final answer is in
+    the last `\boxed{}`, after `####`, after "the answer is", or at the end. The answer may be bare
+    (`\frac{1}{2}`) or end a solution.
 
-    Each grading process compares in a separate process. It starts at the first use, and is replaced
-    if a comparison takes too long or too much memory.
+    Comparisons run in a child process, which is replaced if one takes too long or too much memory.
     """
 
     is_verdict: ClassVar[bool] = True
@@ -106,32 +105,27 @@ class Math(Grader):
     retired: ClassVar[Mapping[str, str]] = {"deadline_s": f"a comparison may take {DEADLINE_S:g} s"}
 
     def prepare(self) -> None:
-        """Start the process, so that the first response does not have to wait for it."""
+        """Start the process, so that the first response does not wait for it."""
         PROCESS.compare("1", "1", START_S)
 
     def __call__(self, response: str, answer: str) -> float:
-        r"""Grade a response. Raises a SampleError if the comparison took too long, the process
-        ended, or the answer is empty. A reward worker counts this as a failed sample."""
+        r"""Grade a response. Raises a SampleError, which a reward worker counts as a failed sample,
+        if the comparison took too long, the process ended, or the answer is empty."""
         return float(PROCESS.compare(response, answer, DEADLINE_S))
 
 
-# Gsm8k: compare the number that a response ends with to the number of the answer
-# (arXiv:2110.14168).
-
-
 class Gsm8k(Grader):
-    """1 if the final number of the response equals the answer's, otherwise 0.
+    """1 if the final number of the response equals the answer's, otherwise 0 (arXiv:2110.14168).
 
-    The final number of a response is in its last box, after `####`, or after "the answer is";
-    otherwise it is the last number. The answer is a number, or GSM8K's rationale with the number
-    after `####`.
+    The final number is in the last box, after `####` or "the answer is", or is the last number. The
+    answer is a number, or GSM8K's rationale with the number after `####`.
     """
 
     is_verdict: ClassVar[bool] = True
 
     strict: bool = False
-    """Accept only a number after `####`, the format of GSM8K's answers. Set it to teach that format
-    as well."""
+    """Accept only a number after `####`, the format of GSM8K's answers. Set it to teach that
+    format."""
 
     def __call__(self, response: str, answer: str) -> float:
         """Compare the two numbers. Raises a SampleError if the answer has no number.
@@ -150,7 +144,7 @@ class Gsm8k(Grader):
 
 
 def final_number(text: str) -> Quantity | None:
-    """Return the number that a text gives as its answer; None if it gives none.
+    """Return the number that a text gives as its answer, or None.
 
     >>> final_number("It is not 7. The answer is 1,200 apples, 3 of them green.").value
     Fraction(1200, 1)
@@ -158,7 +152,7 @@ def final_number(text: str) -> Quantity | None:
     for box in reversed(extraction.last_boxes(text)):
         return _number_in(box)
     for found in (after_hashes(text), extraction.after_phrase(text)):
-        # Texts such as "#### none" have no number here, so try the next place.
+        # Texts such as "#### none" have no number here.
         if (number := _number_in(found)) is not None:
             return number
     return quantity_of(extraction.last_number(text) or "")

@@ -1,8 +1,8 @@
-"""Math program: compares formulas, in a process that `math.py` starts.
+"""Compares formulas in a process that `math.py` starts.
 
 It reads requests from standard input, one line of JSON each, and writes replies in the same format.
-An alarm ends the process if a request takes much longer than its deadline, in case the parent is no
-longer there to kill it.
+An alarm ends this process if a request takes much longer than its deadline, in case the parent is
+no longer there to kill it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from . import equality
 
 MEMORY_BYTES = 4 * 2**30
-"""[bytes] Address space that comparisons may use in addition to that used at startup."""
+"""[bytes] Address space that comparisons may use beyond that of the start."""
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Normalization of short LaTeX answers: remove differences in notation.
+# Normalization of short LaTeX answers
 
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
@@ -41,20 +41,20 @@ _SAME = (
         (r"\\sqrt", r"\sqrt"),
     ),
 )
-"""Notations, each with its replacement."""
+"""Notations and their replacements."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\,|\\!|\\ |['’\u2009\u202f])(?=\d{3}(?!\d))")
 
 
 def plain(latex: str) -> str:
-    r"""Remove dollar signs, styles and spacing from an answer; `\dfrac12` becomes `\frac{1}{2}`.
+    r"""Remove dollar signs, styles and spacing; `\dfrac12` becomes `\frac{1}{2}`.
 
     >>> plain(r"$\left(\dfrac12,\ 3\right).$"), plain(r"\text{ (B) }"), plain(r"11,\! 111"), plain(r"45^\circ")
     ('(\\frac{1}{2}, 3)', '(B)', '11111', '45')
     """
     text = re.sub(r"\s+", " ", latex.strip())
     before = None
-    # Wrappers may be nested, so repeat until nothing changes.
+    # Wrappers may be nested.
     while text != before:
         before = text
         text = text.strip().rstrip(".;,").strip()
@@ -95,7 +95,7 @@ def _without_unicode(text: str) -> str:
 
 
 def without_unit(latex: str) -> str:
-    r"""Return a formula without the unit that follows it as text, if any.
+    r"""Return a formula without the `\text` unit after it.
 
     >>> without_unit(r"36\pi \text{ in}^2"), without_unit(r"\text{odd}")
     ('36\\pi', '\\text{odd}')
@@ -106,7 +106,7 @@ def without_unit(latex: str) -> str:
 
 def key(latex: str) -> str:
     r"""Return a key that is equal for answers that differ only in notation: `plain` without spaces,
-    without braces around one character, and ignoring the case of words.
+    braces around one character, and the case of words.
 
     >>> key(r"4210_{7}") == key("$4210_7$"), key(r"\text{Even}") == key("even"), key("x") == key("X")
     (True, True, False)
@@ -171,8 +171,8 @@ _UNITS = {
         for n in ("celsius", "fahrenheit", "kelvin", "newton", "joule", "watt", "volt", "unit")
     },
 }
-"""Maps each dimension to its units, with their sizes and names. Pounds and months have no fixed
-size."""
+"""Maps each dimension to its units, with their sizes and names. Pounds are not converted to grams,
+nor months to days."""
 _UNIT_OF_NAME: dict[str, tuple[str, Fraction]] = {}
 for _dimension, _units in _UNITS.items():
     for _size, *_names in map(str.split, _units.split(", ")):
@@ -236,13 +236,11 @@ NUMBER_IN_TEXT = re.compile(
 """A number within a text, with its exponent, denominator, percent sign and known unit."""
 
 Unit = frozenset[tuple[str, int]]
-"""Dimensions of a unit with their powers. Square feet are {("length", 2)}; miles per hour are
-{("length", 1), ("time", -1)}."""
+"""Dimensions of a unit with their powers: miles per hour are {("length", 1), ("time", -1)}."""
 
 
 def unit_of(text: str) -> tuple[Unit, Fraction, str]:
-    r"""Return the dimensions and size of a known unit at the start of a text, and the rest of the
-    text.
+    r"""Return the dimensions and size of a unit at the start of a text, and the rest of the text.
 
     >>> unit_of("square feet of grass")[2], unit_of("m^2")[0] == unit_of("square feet")[0], unit_of("km/h")[0] == unit_of("mph")[0]
     (' of grass', True, True)
@@ -277,7 +275,7 @@ def unit_of(text: str) -> tuple[Unit, Fraction, str]:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Return whether two units may have the same dimensions. A missing unit matches every unit."""
+    """Return whether two units may have the same dimensions; a missing unit matches every unit."""
     if not one or not other or one == other:
         return True
     generic = any({base for base, _ in unit} == {"unit"} for unit in (one, other))
@@ -293,11 +291,11 @@ class Quantity:
     size: Fraction = Fraction(1)
     """Size of the unit: 1/100 for centimeters."""
     rounded: bool = False
-    """Whether it has a decimal point, so that it may be an approximation."""
+    """Whether it may be rounded: it has a decimal point."""
 
     def equals(self, other: Quantity) -> bool:
-        """Return whether both may mean the same number: 28% is 28 and 0.28; 0.333333 is 1/3, 0.33
-        is not.
+        """Return whether both may mean the same: 28% is 28 or 0.28; 0.333333 is 1/3, but 0.33 is
+        not.
 
         >>> quantity_of("28\\\\%").equals(quantity_of("0.28")), quantity_of("10 cm").equals(quantity_of("10"))
         (True, True)
@@ -307,7 +305,7 @@ class Quantity:
         if not same_unit(self.unit, other.unit):
             return False
         ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
-        # 28% may mean 28 or 0.28. Two percentages are compared as they are.
+        # 28% may mean 28 or 0.28, except beside another percentage.
         mine, theirs = {self.value}, {other.value}
         if self.percent != other.percent:
             mine |= {self.value / 100} if self.percent else set()
@@ -348,8 +346,7 @@ def _in_digits(text: str) -> str:
 
 
 def quantity_of(text: str) -> Quantity | None:
-    """Return the value of a text that consists of a number, with at most a unit or a percent sign;
-    None for other texts.
+    """Return the value of a number with an optional unit or percent sign; None for other texts.
 
     >>> quantity_of("$1,234.50").value, quantity_of("1 1/2").value, quantity_of("2.5 \\\\times 10^{-3}").value, quantity_of("3 x")
     (Fraction(2469, 2), Fraction(3, 2), Fraction(1, 400), None)
@@ -378,7 +375,7 @@ def quantity_of(text: str) -> Quantity | None:
 
 
 def with_decimal_comma(text: str) -> Quantity | None:
-    """Return the number in a text whose comma must be a decimal comma ("2,74 $", "0,111"), or None.
+    """Return a number whose comma must be a decimal comma ("2,74 $", "0,111"), or None.
 
     >>> with_decimal_comma("1000,99").value, with_decimal_comma("1,000")
     (Fraction(100099, 100), None)

@@ -1,4 +1,4 @@
-"""Graders of text: equality, word overlap (F1), regular expressions, format, length, and JSON."""
+"""Graders of text: equality, word overlap (F1), regular expressions, format, length and JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + "«»“”‘’¿¡"
 
 
 def normalized(text: str) -> str:
-    """Return a text's words in lower case, without punctuation and articles (SQuAD,
-    arXiv:1606.05250, §6.1).
+    """Return lower-case words without punctuation and articles (SQuAD, arXiv:1606.05250, §6.1).
 
     >>> normalized("  The Eiffel-Tower, Paris! ")
     'eiffeltower paris'
@@ -34,8 +33,8 @@ def normalized(text: str) -> str:
 class Exact(Grader):
     """1 if the final answer of the response equals the given answer, otherwise 0.
 
-    The final answer follows the reasoning. It is the content of a box, the text after "the answer
-    is", or the whole text.
+    After the reasoning, the final answer is in a box, follows "the answer is", or is the whole
+    text.
     """
 
     is_verdict: ClassVar[bool] = True
@@ -44,8 +43,7 @@ class Exact(Grader):
     """Ignore case, punctuation, articles and whitespace. Set it to False if they matter."""
 
     def __call__(self, response: str, answer: str) -> float:
-        """Return 1 if the texts are equal, otherwise 0.
-
+        """
         >>> Exact()("The answer is Paris.", "paris"), Exact(normalize=False)("paris", "Paris")
         (1.0, 0.0)
         """
@@ -73,8 +71,8 @@ def _f1(text: str, answer: str) -> float:
 
 
 class RegularExpression(Grader):
-    """1 if a regular expression matches the response, otherwise 0. If the expression has a group,
-    the group's last match must equal the answer."""
+    """1 if a regular expression matches the response, otherwise 0. If it has a group, the group's
+    last match must equal the answer."""
 
     is_verdict: ClassVar[bool] = True
 
@@ -110,7 +108,7 @@ class RegularExpression(Grader):
 
 
 def _candidates(response: str) -> tuple[str, ...]:
-    """Return the possible final answers of a response, at least one."""
+    """Return at least one possible final answer of a response."""
     text = (extraction.final_part(response) or "").strip()
     if boxed := extraction.last_boxes(text):
         return (", ".join(boxed),)
@@ -120,7 +118,7 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 class TagFormat(Grader):
     """1 if the response consists of the tagged parts, in order and none empty, otherwise 0. If the
-    chat template opened the first tag at the end of the prompt, the response begins inside it.
+    prompt ends with the first tag, the response begins inside it.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)
@@ -129,8 +127,8 @@ class TagFormat(Grader):
     """
 
     tags: tuple[str, ...] = pydantic.Field(default=("think",), min_length=1)
-    """Names of the tags, in order. Only whitespace may precede the first tag and separate two tags.
-    Give the tags that the system prompt asks for."""
+    """Names of the tags, in order, with only whitespace before and between them. Give the tags that
+    the system prompt asks for."""
     rest: bool = True
     """Require text after the last tag; False forbids it. Set it to False if the answer has its own
     tag."""
@@ -146,7 +144,7 @@ class TagFormat(Grader):
         parts = r"\s*".join(rf"<{tag}>\s*\S(?:(?!</?{tag}>).)*</{tag}>" for tag in tags)
         after = r"\s*\S.*" if self.rest else r"\s*"
         found = re.fullmatch(rf"\s*{parts}{after}", text, re.DOTALL)
-        # The expression alone would allow more tags in the text after the last one.
+        # The expression would allow more tags after the last one.
         once = all(text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1 for tag in self.tags)
         return float(found is not None and once)
 
@@ -159,9 +157,9 @@ class LengthReward(Grader):
     """
 
     full_tokens: int = pydantic.Field(ge=0)
-    """[tokens] Required. Set it to the longest length that gets the full reward."""
+    """[tokens] Required. Set it to the longest length with the full reward."""
     no_tokens: int
-    """[tokens] Required. Set it to the shortest length that gets a reward of 0."""
+    """[tokens] Required. Set it to the shortest length with a reward of 0."""
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> LengthReward:
@@ -188,8 +186,7 @@ class JsonSchema(Grader):
     is_verdict: ClassVar[bool] = True
 
     json_schema: Mapping[str, Any]
-    """Required. Set it to a JSON Schema. Its `$schema` names the draft; without one, it is draft
-    2020-12."""
+    """Required. Set it to a JSON Schema. Its `$schema` names the draft; the default is 2020-12."""
 
     @pydantic.field_validator("json_schema")
     @classmethod
@@ -219,7 +216,7 @@ class JsonSchema(Grader):
         text = extraction.without_tag(extraction.without_reasoning(response)).strip()
         fenced = _FENCE.findall(text)
         try:
-            # Python's parser accepts NaN and Infinity, which are not JSON.
+            # Python's parser accepts NaN and Infinity.
             value = json.loads(fenced[-1] if fenced else text, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return 0.0

@@ -1,4 +1,4 @@
-// What went wrong, or may: each alert with its moment, its figures, and what to try.
+// The alerts page: each alert with its time, its numbers and advice.
 import { get } from "./api.js";
 import { h } from "./dom.js";
 import { ago, count, moment } from "./format.js";

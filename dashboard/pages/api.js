@@ -1,13 +1,13 @@
-// What the server says: data by address, and word of what has changed. A page that was exported to one file answers from itself.
+// Requests to the server, and its event stream. An exported page has the answers in the file.
 
-/** The run, or the sample, is not there any more. */
+/** The run or the sample no longer exists. */
 export class Gone extends Error {}
 
 const exported = document.getElementById("exported");
 const answers = exported && JSON.parse(exported.textContent);
 export const isExported = Boolean(answers);
 
-/** The address of what is asked, its parameters in order of their names; empty ones are left out. */
+/** The address of a request, with its nonempty parameters sorted by name. */
 export function address(name, values = {}) {
   const filled = Object.entries(values).filter(([, value]) => value != null && value !== "").sort();
   return filled.length ? `/api/${name}?${new URLSearchParams(filled)}` : `/api/${name}`;
@@ -22,12 +22,12 @@ async function answer(response) {
   throw body.error === "gone" ? new Gone(message) : new Error(message);
 }
 
-/** What the server says of `name`, such as "curves", for these parameters. Throws `Gone`, or an error whose message is a sentence. */
+/** The server's answer to `name`, such as "curves", with these parameters. Throws `Gone`, or an error with a readable message. */
 export async function get(name, values, signal) {
   const path = address(name, values);
   if (answers) {
     if (path in answers) return answers[path];
-    const whole = address(name, { ...values, start: null, end: null, first: null, last: null }); // a page shows a stretch of it by itself
+    const whole = address(name, { ...values, start: null, end: null, first: null, last: null }); // the page itself selects the range
     if (whole in answers) return answers[whole];
     throw new Gone("This part was not exported. `weft dashboard` shows the whole run.");
   }
@@ -41,14 +41,14 @@ export async function get(name, values, signal) {
   return answer(response);
 }
 
-/** Asks the server to do something. A form of another page cannot send this header. */
+/** Sends a request that changes something, with a header that forms on other sites cannot send. */
 export async function post(name, body) {
   if (answers) throw new Error("An exported page has no server to ask.");
   const headers = { "content-type": "application/json", "x-weft-stop": "yes" };
   return answer(await fetch(`/api/${name}`, { method: "POST", headers, body: JSON.stringify(body), credentials: "same-origin" }));
 }
 
-/** Calls `changed({run, parts})` as runs go on, and `state("live" | "lost")`. The browser reconnects by itself; where it gives up, we try again. */
+/** Calls `changed({run, parts})` when runs change, and `state("live" | "lost")`. Reconnects if the browser gives up. */
 export function listen(changed, state) {
   if (answers) return state("exported");
   let wait = 1000;

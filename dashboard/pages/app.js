@@ -1,4 +1,4 @@
-// The shell: pages by address, the list of runs, the header of a run, word of changes, keys, and light or dark.
+// The shell: pages by address, the list of runs, a run's header, updates, keys, and the color scheme.
 import { Gone, get, isExported, listen } from "./api.js";
 import { h, patch } from "./dom.js";
 import { brand, headline, runLinks } from "./frame.js";
@@ -33,7 +33,7 @@ function context() {
   return { page, params, run: params.run, runs: known.runs, facts, set, go, render, reload: () => load(true), say };
 }
 
-/** What a page reads for: it is read again when one of these parts of the address changes, and not for the others. */
+/** Parts of the address for which a page reads its data again. */
 function keyOf({ page, params }) {
   return JSON.stringify([page, ...(PAGES[page].loads ?? ["run"]).map((name) => params[name])]);
 }
@@ -85,7 +85,7 @@ async function readRuns() {
   facts = wanted ? await get("run", { run: wanted }) : null;
 }
 
-/** Reads the page's data. One reading goes on at a time; a change meanwhile is read afterwards. */
+/** Reads the page's data. If it changes during a read, reads again afterwards. */
 async function load(quietly = false) {
   const { route } = shown;
   const key = keyOf(route);
@@ -169,6 +169,6 @@ listen(changed, (state) => {
   connection = state;
   frame();
 });
-// A dashboard of one run, and an exported one, open on the run itself.
+// A dashboard of one run, and an exported one, open the run.
 if (!location.hash) get("runs").then(({ single, runs: [only, ...others] }) => (single || isExported) && only && !others.length && !location.hash && go("curves", { run: only.run }), () => {});
 routed();

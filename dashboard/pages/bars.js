@@ -1,10 +1,10 @@
-// Small drawings that need no chart: bars with their numbers, figures, stacked histograms over steps.
+// Small drawings: bars with numbers, large numbers, stacked histograms over steps.
 import { h, s } from "./dom.js";
 
 /** Large numbers with their names: [[name, value, tone]]. */
 export const figures = (entries) => h("div", { class: "panel figures" }, entries.filter(Boolean).map(([name, value, tone]) => h("div", { class: "fact" }, h("span", { class: "label" }, name), h("span", { class: `value ${tone ? `${tone}-text` : ""}` }, value))));
 
-/** Bars below one another: [[name, value, text, colour]]. */
+/** Horizontal bars: [[name, value, text, colour]]. */
 export function bars(entries) {
   const top = Math.max(1e-12, ...entries.map(([, value]) => value ?? 0));
   return h("div", { class: "bars" }, entries.map(([name, value, text, shade]) => [h("span", {}, name), h("span", { class: "track" }, h("i", { css: { width: `${(100 * (value ?? 0)) / top}%`, ...(shade ? { "--shade": `var(${shade})` } : {}) } })), h("span", {}, text)]));
@@ -12,7 +12,7 @@ export function bars(entries) {
 
 const HIGH = 120;
 
-/** Columns of shares over steps: [{step, counts: {value: rows}}], as the staleness of the rows of each step. */
+/** Stacked columns over steps: [{step, counts: {value: rows}}], such as the staleness of rows. */
 export function histogramOverSteps(rows, shades, label) {
   const keys = [...new Set(rows.flatMap((row) => Object.keys(row.counts)))].sort((a, b) => a - b);
   const wide = Math.max(2, Math.min(14, Math.floor(440 / rows.length)));

@@ -1,4 +1,4 @@
-// The sample buffer: what waits and for what, how old, what was dropped and why, who holds leases, and where the bytes are.
+// The sample buffer: waiting groups and their ages, drops by reason, leases, and bytes.
 import { get } from "./api.js";
 import { bars, figures, histogramOverSteps } from "./bars.js";
 import { h } from "./dom.js";

@@ -1,14 +1,14 @@
-// A line chart: uPlot draws, and this says what. Bands, marks, zoom by dragging, one cursor over all charts of a page.
+// A line chart, drawn by uPlot: bands, marks, zoom by dragging, one cursor for all charts of a page.
 import { colour, h } from "./dom.js";
 import { axisLabels, bytes, duration, number, percent } from "./format.js";
 import { plain } from "./text.js";
 
 const MARKS = { checkpoint: "--idle", evaluation: "--accent", restart: "--bad", alert: "--warn" };
 const NEAR_PX = 5;
-const CROWD = 60; // marks beyond which only alerts and restarts are drawn
+const CROWD = 60; // with more marks, draw only alerts and restarts
 const TIMES = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
-/** One axis for all series: their points by x, and null where a series has none. */
+/** Aligns all series on one x axis, with null where a series has no point. */
 function joined(series) {
   const all = series.length === 1 ? series[0].x : [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
   const place = new Map(all.map((x, index) => [x, index]));
@@ -20,7 +20,7 @@ function joined(series) {
   return [all, ...columns];
 }
 
-/** The range of a vertical axis: from 0 where that costs little, with a margin, never empty. */
+/** The range of a vertical axis, with a margin, never empty; from 0 if that costs little height. */
 function bounds(low, high, log, floor) {
   if (low == null || high == null) return log ? [0.1, 1] : [0, 1];
   if (log) return low > 0 ? [low / 1.3, high * 1.3] : [1e-9, Math.max(high, 1e-8)];

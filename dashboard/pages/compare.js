@@ -1,4 +1,4 @@
-// Two runs beside each other: what was set differently, what was installed differently, and what came of it.
+// Comparison of two runs: settings, versions, metrics, curves and the first different sample.
 import { get } from "./api.js";
 import { load as loadCurves, panel } from "./curves.js";
 import { h } from "./dom.js";
@@ -13,11 +13,11 @@ async function load({ params }, signal) {
   return { ...found, curves };
 }
 
-const MOST_ENTRIES = 24; // of a setting that has parts
+const MOST_ENTRIES = 24; // to show of a setting
 const told = (value) => (value != null && typeof value === "object" ? Object.entries(value).map(([name, part]) => (Array.isArray(value) ? told(part) : `${name} ${told(part)}`)).join(", ") || "none" : String(value ?? "–"));
 const brief = (value) => line(told(value), 200);
 
-/** A setting's value; one that has parts, such as a node, has an entry for each of them. */
+/** A setting's value, with an entry for each part of a setting such as a node. */
 function shown(value) {
   if (value == null) return "–";
   if (typeof value === "number") return number(value);
@@ -37,7 +37,7 @@ const FORMS = { bytes, s: duration, "0 to 1": percent };
 const formOf = (row) => FORMS[row.unit] ?? number;
 const OVERLAID = 6; // curves of both runs
 
-/** The first curves of both; what is done to one of them goes on at the page of curves. */
+/** The first curves of both runs; zooming in one opens the curves page. */
 function overlaid({ curves, a, b }, { go }) {
   if (!curves.cards.length) return null;
   const set = (changes) => go("curves", { run: a, runs: joined([b]), ...changes });

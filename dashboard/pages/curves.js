@@ -1,4 +1,4 @@
-// The curves that matter, chosen and ordered; all others by search. Several runs are laid over one another.
+// The most important curves in order, and all others by search. Overlays several runs.
 import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
@@ -10,7 +10,7 @@ import { line } from "./text.js";
 import { spanOf } from "./zoom.js";
 
 const FOUND = 36;
-const FEW = 20; // points that are drawn as they are
+const FEW = 20; // points that need no smoothing
 const AXES = { step: "steps", time_s: "time", samples: "samples" };
 const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 const SMOOTHING = "0.2";
@@ -18,7 +18,7 @@ const UNITS = { "0 to 1": "", "of the reward": "", "of the gradient": "", "token
 
 const runsOf = (params) => [params.run, ...parted(params.runs)].filter((run, place, all) => run && all.indexOf(run) === place);
 
-/** A metric that was searched for, as a card. */
+/** The card of a metric from the search. */
 function cardOf(metric) {
   const form = metric.unit === "bytes" ? "bytes" : metric.unit === "0 to 1" ? "share" : "number";
   return { ...metric, id: metric.name, title: metric.name, names: [metric.name], bands: {}, form, floor: metric.unit === "0 to 1" ? 0 : null };
@@ -46,7 +46,7 @@ export async function load({ params }, signal) {
 const last = (curve) => curve && (curve.y.findLast((value) => value != null) ?? null);
 const short = (names, name) => (names.length > 1 ? name.split("/")[0] : "");
 
-/** What a card draws of one run: each of its metrics smoothed, itself faint behind, and its interval. */
+/** A card's series of one run: each metric smoothed, over its faint raw values, and its interval. */
 function drawn(card, run, place, data, weight, large) {
   const find = (name) => name && data.series.find((one) => one.run === run && one.name === name);
   const several = data.runs.length > 1;
@@ -65,7 +65,7 @@ function drawn(card, run, place, data, weight, large) {
     }
     const beside = !several && find(card.beside);
     if (large && beside) parts.push({ ...beside, y: gentle(beside.y), colour: "--s2", width: 1, name: beside.name.split("/").pop() });
-    const exact = low && high; // what has an interval is drawn as it was measured
+    const exact = low && high; // do not smooth metrics with an interval
     if (weight && !exact && curve.x.length > FEW) parts.push({ x: curve.x, y: curve.y, colour: shade, faint: true, width: 1 });
     return [...parts, { x: curve.x, y: exact ? curve.y : gentle(curve.y), name: label, colour: shade, width: index ? 1.25 : 1.75 }];
   });
@@ -81,7 +81,7 @@ function banded(card, data, weight) {
   ];
 }
 
-/** The present values: of each run, or of each metric of the card. */
+/** The latest values, of each run or each metric of the card. */
 function nowOf(card, data) {
   const several = data.runs.length > 1;
   const values = data.runs.flatMap((run, place) => (several ? card.names.slice(0, 1) : card.names).map((name, index) => {
@@ -160,7 +160,7 @@ function view(data, context) {
   return [...head, early, warning(facts), h("div", { class: "cards", key: "cards" }, order.map((card) => panel(card, data, context))), foot];
 }
 
-/** The last alert of the run, where the curves that it is about are. */
+/** The run's last alert. */
 function warning(facts) {
   const last = facts?.why ? null : facts?.trouble;
   if (!last) return null;

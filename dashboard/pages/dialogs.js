@@ -1,4 +1,4 @@
-// Two dialogs: the keys, and the one question that this page can ask of a run.
+// Two dialogs: the list of keys, and the confirmation to stop a run.
 import { post } from "./api.js";
 import { h } from "./dom.js";
 
@@ -18,7 +18,7 @@ export function showHelp(pages, own) {
   const dialog = open(h("h2", {}, "Keys"), here.length ? [h("h3", {}, "On this page"), keys(here), h("h3", {}, "Everywhere")] : null, keys(everywhere), close);
 }
 
-/** Asks again before the run is asked to stop. It saves a checkpoint, where it makes any, and ends. */
+/** Confirms a request to stop a run, which writes a checkpoint if it makes any. */
 export function stopDialog(run, say) {
   const word = h("p", { role: "status" });
   const stop = async () => {

@@ -1,8 +1,8 @@
-// Where two sequences of tokens differ.
+// Differences between two sequences of tokens.
 
 const CELLS = 6e6;
 
-/** [[kind, tokens]] from `a` to `b`: kind is "same", "gone" (of a alone) or "new" (of b alone). Too long a middle counts as different. */
+/** [[kind, tokens]] from `a` to `b`: kind is "same", "gone" (only in a) or "new" (only in b). A long middle counts as different. */
 export function difference(a, b) {
   let start = 0;
   while (start < a.length && start < b.length && a[start] === b[start]) start++;
@@ -20,7 +20,7 @@ export function difference(a, b) {
   return parts;
 }
 
-/** The longest common subsequence, by the table of its lengths. */
+/** The longest common subsequence, from the table of its lengths. */
 function middle(a, b, add) {
   if (!a.length || !b.length || a.length * b.length > CELLS) {
     for (const token of a) add("gone", token);

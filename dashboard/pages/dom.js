@@ -1,5 +1,5 @@
-// Elements as plain calls, and a patch that changes only what differs, so that focus, scrolling and a text selection survive an update.
-// Data reaches the page as text nodes and attributes alone: no HTML is ever parsed here.
+// Creates elements, and updates only what differs, so that focus, scroll position and text selection survive.
+// Data becomes text nodes and attributes; no HTML is parsed.
 
 const SVG = "http://www.w3.org/2000/svg";
 const PROPERTIES = new Set(["value", "checked", "disabled", "open", "selected", "indeterminate"]);
@@ -24,13 +24,13 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** An HTML element. `on` holds listeners by type, `css` styles, `key` what it is recognised by among its siblings. */
+/** An HTML element. `on` has listeners by type, `css` styles; `key` identifies it among its siblings. */
 export const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 
-/** The same of SVG. */
+/** An SVG element. */
 export const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-/** A place that a component draws by itself: `make(node, props)` returns `{update(props), destroy()}`. */
+/** An element whose component draws it: `make(node, props)` returns `{update(props), destroy()}`. */
 export function widget(make, props, attributes) {
   const node = h("div", { "data-widget": "", ...attributes });
   node.make = make;
@@ -61,9 +61,9 @@ function update(old, next) {
     if (old.data !== next.data) old.data = next.data;
     return;
   }
-  for (const type of Object.keys(next.listens ?? {})) old.addEventListener(type, dispatch); // the same function: added once
+  for (const type of Object.keys(next.listens ?? {})) old.addEventListener(type, dispatch); // added once, because it is the same function
   old.listens = next.listens;
-  const kept = (name) => name === "style" || (name === "open" && old.nodeName === "DETAILS"); // what a person has unfolded stays so
+  const kept = (name) => name === "style" || (name === "open" && old.nodeName === "DETAILS"); // keep what the user has unfolded
   for (const { name } of [...old.attributes]) if (!kept(name) && !next.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of next.attributes) if (!kept(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
   if (old.make) return void old.component?.update((old.props = next.props));
@@ -73,7 +73,7 @@ function update(old, next) {
   if (old.nodeName !== "TEXTAREA") patch(old, [...next.childNodes]);
 }
 
-/** Makes the children of `parent` like `next`. What is alike stays the same element. */
+/** Makes the children of `parent` equal `next`, and keeps elements that match. */
 export function patch(parent, next) {
   const keyed = new Map();
   for (const child of parent.childNodes) if (child.key != null) keyed.set(child.key, child);
@@ -100,7 +100,7 @@ export function patch(parent, next) {
   }
 }
 
-/** A colour of the style sheet, such as "--ink" or "color-mix(…)", as a canvas takes it. */
+/** A CSS colour, such as "--ink" or "color-mix(…)", in a form for canvases. */
 export function colour(name) {
   const probe = document.getElementById("probe") ?? document.body.appendChild(h("i", { id: "probe", hidden: true }));
   probe.style.color = name.startsWith("--") ? `var(${name})` : name;

@@ -1,9 +1,9 @@
-// Numbers, times and sizes as people read them. Unknown values are an en dash.
+// Formats numbers, times and sizes. Unknown values are an en dash.
 
 const NONE = "–";
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
-/** A number with three or four figures that matter: 12,140 · 0.738 · 9.1e-7. */
+/** A number with three or four significant digits: 12,140 · 0.738 · 9.1e-7. */
 export function number(value) {
   if (value == null || Number.isNaN(value)) return NONE;
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -17,7 +17,7 @@ export function number(value) {
   return value < 0 ? `−${text}` : text;
 }
 
-/** Labels of an axis, formatted by `form`, with enough decimals that no two of them are alike: 0.9995 and 1, not "1" and "1". */
+/** Axis labels, formatted by `form`, with enough decimals to differ: 0.9995 and 1, not "1" and "1". */
 export function axisLabels(values, form = number) {
   const labels = values.map((value) => (value == null ? "" : form(value)));
   const known = values.filter((value) => value != null);
@@ -50,7 +50,7 @@ export function duration(seconds) {
   return small ? `${large} ${names[0]} ${small} ${names[1]}` : `${large} ${names[0]}`;
 }
 
-/** A moment of a run by its clock: 2:29:10, or 0:41.250 where marks lie closer than a second. */
+/** A time since the start of a run: 2:29:10, or 0:41.250 if marks are less than a second apart. */
 export function clock(seconds, spacing) {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   const decimals = spacing >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(spacing) - 1e-9));
@@ -68,7 +68,7 @@ export function bytes(value) {
   return `${place && value < 100 ? +value.toPrecision(3) : Math.round(value)} ${units[place]}`;
 }
 
-/** How long ago a moment (seconds of the Unix clock) was, in one unit. */
+/** How long ago a Unix time [s] was, in one unit. */
 export function ago(at) {
   if (at == null) return NONE;
   const passed = Math.max(0, Date.now() / 1000 - at);
@@ -79,7 +79,7 @@ export function ago(at) {
 
 export const moment = (at) => (at == null ? NONE : new Date(at * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC");
 
-/** A value of a metric in its unit; the unit comes back by itself, to be written smaller. */
+/** A metric's value, and separately its unit, which pages write smaller. */
 export function measured(value, unit) {
   if (value == null) return [NONE, ""];
   if (unit === "0 to 1" || unit === "share") return [percent(value), ""];

@@ -1,9 +1,9 @@
-// What stands around every page: the brand, the list of runs, and the header with the present figures of a run.
+// The frame of every page: the brand, the list of runs, and a run's header with its latest numbers.
 import { h, s } from "./dom.js";
 import { ago, count, duration, measured, number } from "./format.js";
 import { line } from "./text.js";
 
-/** What each status is called, its colour, and its sign: a colour never says something alone. */
+/** Name, colour and sign of each status; the sign repeats the colour's meaning. */
 const STATUS = {
   running: { word: "running", tone: "busy", sign: "▶" },
   done: { word: "done", tone: "ok", sign: "✓" },
@@ -32,7 +32,7 @@ export function brand(connection) {
 
 const PLACES = 8;
 
-/** The runs that were alive last, the one looked at always among them. */
+/** The most recent runs, always including the current one. */
 export function runLinks(runs, page, run, link) {
   const latest = [...runs].sort((a, b) => (b.updated_at ?? 0) - (a.updated_at ?? 0));
   const listed = latest.slice(0, PLACES);
@@ -81,13 +81,13 @@ export function headline(page, facts, connection, { title, stop, help }) {
   ];
 }
 
-/** Light or dark: what the machine prefers, until somebody chooses (theme.js remembers it). */
+/** Light or dark: the system's preference until the user chooses (theme.js remembers it). */
 function turn() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   try {
     localStorage.setItem("weft-theme", root.dataset.theme);
-  } catch {} // a browser that keeps nothing asks the machine again
+  } catch {} // without storage, use the system's preference
   dispatchEvent(new Event("theme"));
 }

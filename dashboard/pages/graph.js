@@ -1,4 +1,4 @@
-// The run's own graph, alive: rows at each node, who runs it, what flows, and the weights with their age.
+// The run's graph, live: rows at each node, its group, rates, and versions and ages of weights.
 import { get } from "./api.js";
 import { h, s } from "./dom.js";
 import { ago, bytes, count, duration, number } from "./format.js";
@@ -8,10 +8,10 @@ import { empty, table } from "./table.js";
 import { line } from "./text.js";
 
 const WIDTH = 160;
-const NARROWEST = 84; // of a node where several stand beside one another on a phone
+const NARROWEST = 84; // width of a node beside others on a phone
 const HEIGHT = 76;
 const MARGIN = 10;
-const GAP = 40; // between layers beside one another, at least
+const GAP = 40; // minimum, between layers side by side
 const DOWN_GAP = 32;
 const [LANE, DOWN_LANE] = [28, 12]; // between edges of weights
 const ARROWS = [["arrow", "tip-ink"], ["arrow-weights", "tip-accent"]];
@@ -21,7 +21,7 @@ const short = (name) => name.split("/").pop().split(".").pop();
 function bar(node, x, y, width) {
   const parts = [[node.done, "tip-ok"], [node.leased, "tip-busy"], [node.waiting, "tip-idle"]];
   const inside = (node.leased ?? 0) + (node.waiting ?? 0);
-  if (inside) parts[0][0] = Math.min(parts[0][0] ?? 0, inside); // what is in flight stays visible in a long run
+  if (inside) parts[0][0] = Math.min(parts[0][0] ?? 0, inside); // keep rows in flight visible in a long run
   const total = parts.reduce((sum, [rows]) => sum + (rows ?? 0), 0);
   let at = x;
   return parts.map(([rows, shade]) => {
@@ -59,7 +59,7 @@ function box(node, { x, y }, width, chosen, choose) {
 function path(from, to, width, down) {
   const [x1, y1, x2, y2] = down ? [from.x + width / 2, from.y + HEIGHT, to.x + width / 2, to.y - 2] : [from.x + width, from.y + HEIGHT / 2, to.x - 2, to.y + HEIGHT / 2];
   const [mx, my] = [(x1 + x2) / 2, (y1 + y2) / 2];
-  // A long edge keeps its direction until it is past the layers between, whose nodes stand elsewhere.
+  // A long edge keeps its direction until it has passed the layers between.
   if (!down && x2 - x1 > width) return { d: `M${x1} ${y1}L${x2 - 44} ${y1}C${x2 - 20} ${y1} ${x2 - 24} ${y2} ${x2} ${y2}`, x: mx, y: y1 };
   if (down && y2 - y1 > HEIGHT) return { d: `M${x1} ${y1}L${x1} ${y2 - 30}C${x1} ${y2 - 12} ${x2} ${y2 - 20} ${x2} ${y2}`, x: x1, y: my };
   return { d: down ? `M${x1} ${y1}C${x1} ${my} ${x2} ${my} ${x2} ${y2}` : `M${x1} ${y1}C${mx} ${y1} ${mx} ${y2} ${x2} ${y2}`, x: mx, y: my };
@@ -74,7 +74,7 @@ function flow(edge, places, width, down) {
     text ? s("text", { class: "edge-label", x: down ? x + 6 : x, y: down ? y + 4 : y - 7, "text-anchor": down ? "start" : "middle" }, text) : null);
 }
 
-/** What an edge of weights says: version, how far behind, how old, and what the last transfer took. */
+/** The label of a weights edge: version, versions behind, age, and time of the last transfer. */
 function weightsText(edge) {
   const parts = [edge.version != null ? `weights v${edge.version}` : "weights"];
   if (edge.behind != null) parts.push(`${number(edge.behind)} updates old`);
@@ -100,7 +100,7 @@ function weights(edges, nodes, places, size, width, down) {
   });
 }
 
-/** Edges without those that a longer way makes plain: what comes by way of another node waits for that one. Their columns are at the nodes. */
+/** Edges without those that a path over other nodes implies. */
 function shortest(edges) {
   const after = new Map();
   for (const edge of edges) after.set(edge.from, [...(after.get(edge.from) ?? []), edge.to]);
@@ -117,7 +117,7 @@ function map(name, data, { params, set }) {
   const followed = data.weights.filter((edge) => groups.has(edge.from) && groups.has(edge.to));
   const placed = (width, down) => layout(names, edges.map((edge) => [edge.from, edge.to]), { width, height: HEIGHT, gapAlong: down ? DOWN_GAP : (layers) => Math.max(GAP, Math.min(110, (room - layers * WIDTH) / Math.max(1, layers - 1))), gapAcross: down ? 12 : 30, down });
   const beside = placed(WIDTH, false);
-  const down = beside.width > room && nodes.length > 2; // layers that do not fit beside one another stand below one another
+  const down = beside.width > room && nodes.length > 2; // stack layers that do not fit side by side
   const lanes = followed.length ? (down ? 20 + followed.length * DOWN_LANE : 30 + followed.length * LANE) : 0;
   const across = down ? Math.round((placed(WIDTH, true).width + 12) / (WIDTH + 12)) : 1; // nodes in the widest layer
   const width = down ? Math.max(NARROWEST, Math.min(WIDTH, Math.floor((room - lanes + 12) / across) - 12)) : WIDTH;

@@ -1,6 +1,6 @@
-// Where the nodes of a graph stand: in layers, each node behind all that it reads from, neighbours near one another.
+// Layout of a graph: layers, with each node after all nodes that it reads from, and neighbours close.
 
-/** The layer of each node: the longest way to it. Edges that would close a circle are left out. */
+/** The layer of each node: the length of the longest path to it. Ignores edges that close a cycle. */
 function layersOf(nodes, edges) {
   const layer = new Map(nodes.map((name) => [name, 0]));
   for (let round = 0; round < nodes.length; round++) {
@@ -15,7 +15,7 @@ function layersOf(nodes, edges) {
   return layer;
 }
 
-/** Positions {name: {x, y}} and the size of the whole. `gapAlong` may be a function of the number of layers. `down`: layers stand below one another, for narrow screens. */
+/** Positions {name: {x, y}} and the total size. `gapAlong` may be a function of the number of layers. `down` stacks the layers, for narrow screens. */
 export function layout(nodes, edges, { width, height, gapAlong, gapAcross, down }) {
   const layer = layersOf(nodes, edges);
   const layers = [];

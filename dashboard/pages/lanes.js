@@ -1,4 +1,4 @@
-// Lanes of a timeline on a canvas: calls as bars, shares of time where bars would be thinner than a pixel, ends of steps, the critical path.
+// Lanes of a timeline on a canvas: calls as bars, or shares of time for too many calls, ends of steps, the critical path.
 import { colour, h } from "./dom.js";
 import { clock, count, duration, percent } from "./format.js";
 import { plain } from "./text.js";
@@ -8,11 +8,11 @@ const BAR = { group: 16, rank: 10 };
 const TOP = 22;
 const of = (sizes, lane) => sizes[lane.kind] ?? sizes.group;
 const HUES = ["--s1", "--s2", "--s3", "--s5", "--s4", "--s6"];
-const MIXED = ["var(--ink)", "var(--panel)"]; // each further round of the hues is darker or lighter than the one before
+const MIXED = ["var(--ink)", "var(--panel)"]; // each further round of hues is darker or lighter
 export const OWN_WORK = { weights: "var(--accent)", checkpoint: "var(--ink3)", evaluation: "var(--s7)", recording: "var(--idle)" };
 const OWN = [[/weights|publish|canar/, "weights"], [/checkpoint/, "checkpoint"], [/^recorder\./, "recording"]];
 
-/** The colours of nodes, as CSS: no two nodes of the graph share one; the run's own work (weights, checkpoints, recording) has one each. */
+/** CSS colours of nodes, different for all nodes of the graph and for weights, checkpoints and recording. */
 export function shadesOf(nodes) {
   let next = 0;
   return nodes.map((name) => {
@@ -24,7 +24,7 @@ export function shadesOf(nodes) {
   });
 }
 
-/** Distances between marks of an axis that people can read: 1, 2, 5, times a power of ten, and minutes and hours. */
+/** Round distances between marks of an axis: 1, 2 or 5 times a power of ten, minutes, hours. */
 function spacing(seconds, marks) {
   const least = seconds / marks;
   for (const step of [30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400]) if (least > 20 && step >= least) return step;
@@ -32,7 +32,7 @@ function spacing(seconds, marks) {
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= least);
 }
 
-/** props: data (of the timeline), range [start, end], zoom(start, end). */
+/** props: data (the timeline), range [start, end], zoom(start, end). */
 export function lanes(node, props) {
   let current = props;
   let pressed = null;

@@ -1,4 +1,4 @@
-// The address holds what is looked at: #page?run=...&step=..., so that a link shows the same to somebody else.
+// The address has the state of the page, #page?run=...&step=..., so that a link shows the same to others.
 
 export function parse() {
   const [page, rest = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -11,19 +11,19 @@ export function link(page, params = {}) {
   return `#${page}${text && `?${text}`}`;
 }
 
-/** Goes to a page; the browser's back button returns. */
+/** Goes to a page, with an entry in the browser's history. */
 export function go(page, params) {
   location.hash = link(page, params);
 }
 
-/** Changes parts of the address in place, without a new entry in the browser's history. */
+/** Changes parts of the address without an entry in the browser's history. */
 export function set(changes) {
   const { page, params } = parse();
   history.replaceState(null, "", link(page, { ...params, ...changes }));
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
-/** Names with commas between them, as an address has them; the server takes them apart in the same way. */
+/** Joins names with commas for an address; `parted` on the server splits them. */
 export const joined = (names) => names.map((name) => name.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
 
 export const parted = (text) => (text ?? "").split(",").filter(Boolean).map((name) => name.replaceAll("%2C", ",").replaceAll("%25", "%"));

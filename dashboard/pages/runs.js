@@ -1,4 +1,4 @@
-// All runs: which go on, which are over and how, and which of them to lay over one another.
+// The list of runs, with their status and a selection to overlay.
 import { get } from "./api.js";
 import { h, s } from "./dom.js";
 import { ago, count, duration, number } from "./format.js";
@@ -7,7 +7,7 @@ import { joined, link, parted } from "./route.js";
 import { empty, sorted, table } from "./table.js";
 import { line } from "./text.js";
 
-const SHOWN = 200; // rows of the table: a folder may have thousands of runs
+const SHOWN = 200; // rows of the table; a folder may have thousands of runs
 
 const chosen = (params) => parted(params.runs);
 
@@ -19,7 +19,7 @@ function spark(values) {
   return s("svg", { class: "spark", width: 72, height: 18, "aria-hidden": "true" }, s("polyline", { points: known.map(at).join(" "), fill: "none", stroke: "var(--s1)", "stroke-width": 1.5 }));
 }
 
-/** What of a run cannot be read, or its last alert: the line below its row. */
+/** The line below a run's row: its unreadable files, or its last alert. */
 function trouble(run) {
   if (run.damage?.length) return h("span", { class: "bad-text clamped", title: line(run.damage.join("\n"), 2000) }, "✕ cannot be read: ", line(run.damage[0], 400));
   return run.trouble ? h("span", { class: "soft clamped", title: line(run.trouble.text, 1000) }, h("span", { class: "warn-text" }, "▲ "), line(run.trouble.text, 400)) : null;

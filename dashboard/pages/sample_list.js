@@ -1,4 +1,4 @@
-// The left side of the page of samples: groups with a pip for each reward, or samples in a table that sorts and filters, or SQL.
+// The left side of the samples page: groups with a pip for each reward, a table of samples, or SQL.
 import { post } from "./api.js";
 import { h } from "./dom.js";
 import { count, number, signed } from "./format.js";
@@ -8,7 +8,7 @@ import { line } from "./text.js";
 
 export const PAGE = 50;
 
-/** One pip a response: full for the best reward of all that are shown, half for more than the least. */
+/** A pip for each response: full for the best reward shown, half for one above the least. */
 export function pips(rewards, top, limit = 16) {
   const shade = (reward) => (reward == null ? "" : top > 0 && reward >= top * 0.999 ? "full" : reward > 0 ? "half" : "");
   const text = `rewards ${rewards.slice(0, 32).map((reward) => number(reward)).join(", ")}`;
@@ -26,7 +26,7 @@ function pager(total, { params, set }) {
     h("button", { disabled: offset + PAGE >= total, "aria-label": "later entries", on: { click: () => set({ offset: offset + PAGE }) } }, "›"));
 }
 
-/** Says that not all files of samples are read yet, the newest steps first. */
+/** A note that not all sample files have been read yet. */
 const reading = ({ indexed }) => (indexed && indexed.read < indexed.files ? h("p", { class: "pad small soft", role: "status" }, `Reading: ${count(indexed.read)} of ${count(indexed.files)} files, the newest first.`) : null);
 
 export function groupList(list, context) {
@@ -53,7 +53,7 @@ export function sampleTable(list, context) {
   };
   const columns = names.map((name) => ({ name, title: name.replaceAll("_", " "), n: list.rows.some((row) => typeof row[name] === "number"), wide: name === "prompt" || name === "response", value: (row) => row[name], cell: cell(name) }));
   if (!list.rows.length) return empty("No sample matches.", "Search looks at prompts and responses; the filter is a condition on columns, such as reward > 0.5 and step >= 10 and response ~ sorry.");
-  // The server sorts: all rows of the run, not those of this page.
+  // The server sorts all rows of the run, not only those of this page.
   const sorts = (sort) => set({ sort, offset: "" });
   return [reading(list), h("div", { class: "panel", key: "table" }, table(columns, list.rows, { sort: params.sort ?? "", sorts, key: (row) => row.id, label: "samples", served: true })), pager(list.total, context)];
 }

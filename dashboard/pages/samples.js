@@ -1,4 +1,4 @@
-// What the model said: groups side by side, tokens coloured, conversations as turns, two responses compared, one prompt over training.
+// The samples page: groups side by side, coloured tokens, conversations as turns, two responses compared, one prompt over training.
 import { Gone, get } from "./api.js";
 import { difference } from "./diff.js";
 import { h, widget } from "./dom.js";
@@ -12,12 +12,12 @@ import { SHADES, ramp, scaleOf, shadeOfColumn, tokens } from "./tokens.js";
 import { promptTurns, responseTurns } from "./turns.js";
 
 const AGAIN_MS = 700;
-const MOST_PARTS = 8; // of a reward, beside it
+const MOST_PARTS = 8; // of a reward to show
 
 async function load(context, signal) {
   const data = await read(context, signal).catch((error) => {
     if (error instanceof Gone || error.name === "AbortError") throw error;
-    return { refused: error.message }; // the toolbar stays, so that a filter can be mended
+    return { refused: error.message }; // keep the toolbar, to correct a filter
   });
   const indexed = data.list?.indexed;
   if (indexed && indexed.read < indexed.files) setTimeout(() => signal.aborted || context.reload(), AGAIN_MS);
@@ -45,7 +45,7 @@ function toolbar({ params, set }) {
     params.view === "sql" ? null : [field("q", "Search prompts and responses", "search the text of samples"), field("filter", "reward > 0.5 and response ~ sorry", "condition on columns: <= >= != = < > and ~ for text, joined by and"), params.filter || params.q ? h("button", { on: { click: () => set({ q: "", filter: "", offset: "" }) } }, "All") : null], stepsChip({ params, set }));
 }
 
-/** Its tokens have numbers and no texts: the tokenizer is not where the dashboard runs. */
+/** Whether tokens have only ids, because the tokenizer is not on the dashboard's machine. */
 const unnamed = (sample) => Boolean(sample.response && sample.tokens?.length && sample.tokens.every((token) => /^⟨\d+⟩$/.test(token)));
 const piecesOf = (sample) => (sample.tokens?.length && !unnamed(sample) ? sample.tokens : (sample.response ?? "").match(/\s*\S+/g) ?? []);
 

@@ -1,10 +1,9 @@
-// What is done to a curve before it is drawn.
+// Smoothing, interpolation and averaging of curves.
 
 const WIDEST = 0.1; // of the curve's length, on either side
 
-/** Moving average with a triangular window, centred so that the curve does not lag behind what was measured. `strength` is 0 (the curve
-    itself) to 1 (a window of a tenth of the curve's length on either side). The window shrinks towards both ends, so the first and the
-    last value are the measured ones. */
+/** Moving average with a centred triangular window. `strength` is 0 (no smoothing) to 1 (a tenth of the curve's length on either side).
+    The window shrinks towards both ends, so the first and the last value are unchanged. */
 export function smooth(values, strength) {
   const widest = Math.round(strength * WIDEST * values.length);
   if (!widest) return values;
@@ -22,7 +21,7 @@ export function smooth(values, strength) {
   });
 }
 
-/** The value of a curve at `at`, on the line between its neighbours; null outside of it. */
+/** The value of a curve at `at`, linearly interpolated; null outside of the curve. */
 function valueAt({ x, y }, at) {
   if (!x.length || at < x[0] || at > x[x.length - 1]) return null;
   let low = 0;
@@ -36,7 +35,7 @@ function valueAt({ x, y }, at) {
   return x[high] === x[low] ? y[low] : y[low] + ((y[high] - y[low]) * (at - x[low])) / (x[high] - x[low]);
 }
 
-/** Several runs as one: the mean, and the mean plus and minus the standard deviation, where at least two of them have a value. */
+/** Mean of several runs, and mean plus and minus the standard deviation, where at least two runs have a value. */
 export function together(curves) {
   const longest = curves.reduce((a, b) => (b.x.length > a.x.length ? b : a));
   const mean = [];

@@ -1,4 +1,4 @@
-// A table that sorts by any column, by mouse and by keyboard. What it is sorted by stands in the address.
+// A table that sorts by any column, by mouse or keyboard.
 import { h } from "./dom.js";
 
 function compare(a, b) {
@@ -17,7 +17,7 @@ export function sorted(columns, rows, sort) {
   return [...known, ...unknown];
 }
 
-/** columns: [{name, title, value(row), cell(row), n: is a number, wide}]; options: sort, set (of the address), key(row), on(row): is chosen,
+/** columns: [{name, title, value(row), cell(row), n: is a number, wide}]; options: sort, sorts(next): sets it, key(row), on(row): is chosen,
     note(row): a line below the row, over its whole width; served: the server has sorted. */
 export function table(columns, rows, { sort, sorts, key, on, note, label, served }) {
   const head = (column) => {
@@ -39,5 +39,5 @@ export function table(columns, rows, { sort, sorts, key, on, note, label, served
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, body)));
 }
 
-/** A state of a page or a part that has nothing to show, and what would put something there. */
+/** An empty page or part, with advice. */
 export const empty = (title, ...text) => h("section", { class: "panel state", key: "empty" }, h("h2", {}, title), text.map((part) => h("p", {}, part)));

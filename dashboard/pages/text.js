@@ -1,4 +1,4 @@
-// Text of a model is shown as text: what would hide, reverse or erase something becomes a visible sign, and long texts are folded.
+// Text of a model: control and invisible characters become visible signs, and long texts are folded.
 import { count } from "./format.js";
 import { h } from "./dom.js";
 
@@ -8,7 +8,7 @@ const SHOWN = 4000;
 const MORE = 20000;
 const unfolded = new Map();
 
-/** Nodes of a text in which each control and each invisible character is a sign with its name. */
+/** Nodes of a text, with a named sign for each control or invisible character. */
 export function visible(text) {
   const nodes = [];
   let done = 0;
@@ -23,7 +23,7 @@ export function visible(text) {
   return nodes;
 }
 
-/** The same in one string, for titles and canvases. */
+/** The same as a string, for titles and canvases. */
 export const plain = (text) => String(text).replace(HIDDEN, (sign) => `‹${NAMES[sign.codePointAt(0)] ?? "U+" + sign.codePointAt(0).toString(16).toUpperCase()}›`);
 
 /** One line of at most `limit` characters. */
@@ -32,7 +32,7 @@ export function line(text, limit = 200) {
   return plain(start.length > limit ? `${start.slice(0, limit)}…` : start);
 }
 
-/** A text block. A long one folds, and has a button that shows more of it. */
+/** A text block. A long one is folded, with a button that shows more. */
 export function block(name, text, render, attributes = {}) {
   const whole = String(text ?? ""), limit = unfolded.get(name) ?? SHOWN, rest = whole.length - limit;
   const unfold = () => {

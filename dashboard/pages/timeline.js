@@ -1,4 +1,4 @@
-// Who did what, when, and why a group stood idle; from the whole run to a millisecond.
+// The timeline page: calls, idle gaps with their reasons, from the whole run to a millisecond.
 import { get } from "./api.js";
 import { h, widget } from "./dom.js";
 import { clock, duration, percent } from "./format.js";
@@ -10,7 +10,7 @@ import { spanOf, stepsOf } from "./zoom.js";
 
 const LISTED = 12;
 const BESIDE = new Set(["recorder", "functions"]); // groups that cost nothing while they are idle
-const WIDTH = 1200; // of a lane, in pixels: what lies closer comes as shares of time
+const WIDTH = 1200; // of a lane, in pixels, for the resolution of shares of time
 
 const rangeOf = (params, data) => (params.t ? params.t.split("~").map(Number) : [data.start_s ?? 0, data.end_s || data.total_s || 1]);
 
@@ -20,7 +20,7 @@ function load({ run, params }, signal) {
   return get("timeline", { run, start, end, first, last, ranks: params.ranks, width: WIDTH }, signal);
 }
 
-/** Goes to a stretch of time, never narrower than a tenth of a millisecond, never beyond the run. Curves and samples go to its steps. */
+/** Zooms to a range of time of at least 0.1 ms within the run, and to its steps on the pages of curves and samples. */
 function zoomer({ set }, data) {
   const total = data.total_s || 1;
   return (start, end) => {
@@ -30,13 +30,13 @@ function zoomer({ set }, data) {
     if (width >= total * 0.999) return set({ t: "", x: "" });
     const steps = data.steps.filter((one) => one.end_s > from && one.end_s <= from + width);
     const [first, last] = steps.length ? [steps[0].step, steps[steps.length - 1].step] : [];
-    // Outwards: what ends exactly where the stretch does, a step say, is in it.
+    // Round outwards, to include a step that ends with the range.
     set({ t: `${Math.floor(from * 1e5) / 1e5}~${Math.ceil((from + width) * 1e5) / 1e5}`, axis: "", x: last > first ? `${first}~${last}` : "" });
   };
 }
 
 function gaps(data, zoom) {
-  const own = (lane) => (lane.kind === "rank" ? (lane.gaps ?? []).filter((gap) => gap.reason === "rank") : (lane.gaps ?? [])); // the others are those of its group
+  const own = (lane) => (lane.kind === "rank" ? (lane.gaps ?? []).filter((gap) => gap.reason === "rank") : (lane.gaps ?? [])); // the others are its group's
   const found = data.lanes.filter((lane) => !BESIDE.has(lane.group)).flatMap((lane) => own(lane).map((gap) => ({ ...gap, lane: lane.lane })));
   const longest = found.sort((a, b) => b.end_s - b.start_s - (a.end_s - a.start_s)).slice(0, LISTED);
   const columns = [
@@ -63,7 +63,7 @@ function critical(data) {
   return [h("h2", { key: "critical-title" }, "Critical path", h("small", {}, `what ${clock(start, 0.1)} to ${clock(end, 0.1)} went to, outlined above: shorten this, and a step is shorter`)), h("div", { class: "panel pad bars", key: "critical" }, rows)];
 }
 
-/** Nodes by their colour: those that share one share an entry. */
+/** Nodes by colour; nodes of one colour share an entry. */
 function legend(nodes) {
   const byShade = new Map();
   shadesOf(nodes).forEach((shade, place) => byShade.set(shade, [...(byShade.get(shade) ?? []), nodes[place]]));
@@ -76,7 +76,7 @@ function view(data, context) {
   const zoom = zoomer(context, data);
   const range = rangeOf(context.params, data);
   const width = range[1] - range[0];
-  const edge = width / 1000; // a step that ends where the window begins is not in it
+  const edge = width / 1000; // exclude a step that ends where the window begins
   const shown = data.steps.filter((step) => step.end_s > range[0] + edge && step.end_s <= range[1] + edge);
   const step = h("input", { type: "text", inputmode: "numeric", size: 8, placeholder: "step", "aria-label": "show one step, or some, such as 10-12", on: { change: (event) => {
     const [first, last] = event.target.value.split(/[-~: ]+/).map(Number);

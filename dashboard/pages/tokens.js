@@ -1,4 +1,4 @@
-// A response as its tokens, coloured by one thing at a time, with all figures of the token under the pointer or the arrow keys.
+// A response's tokens, coloured by one column, with all values of the token under the pointer or the arrow keys.
 import { h } from "./dom.js";
 import { count, number } from "./format.js";
 import { plain, visible } from "./text.js";
@@ -7,7 +7,7 @@ const SHOWN = 3000;
 const MORE = 10000;
 const LEVELS = 6;
 
-/** How each column of figures colours a token: `size` of the deviation that is shaded, `sign` of it, and what the ends of the scale mean. */
+/** How each column colours a token: the `size` and `sign` of the shaded deviation, and the meaning of the scale's ends. */
 export const SHADES = {
   logprob: { title: "log-probability", size: (v) => -v, ends: ["likely", "unlikely"], least: 1 },
   entropy: { title: "entropy", size: (v) => v, ends: ["certain", "undecided"], least: 0.5 },
@@ -22,7 +22,7 @@ export const SHADES = {
 
 export const shadeOfColumn = (name) => SHADES[name] ?? { title: name, size: Math.abs, sign: (v) => v, ends: ["below 0", "above 0"], least: 1e-9 };
 
-/** Where the darkest shade begins, over all responses that are shown together: the 98th percentile, so that one outlier does not whiten the rest. */
+/** Value of the darkest shade, for all shown responses: the 98th percentile, so that an outlier does not whiten the rest. */
 export function scaleOf(samples, by) {
   const { size, least } = shadeOfColumn(by);
   const values = samples.flatMap((sample) => (sample.columns?.[by] ?? []).filter((value) => value != null));
@@ -49,7 +49,7 @@ export function ramp(by, scale) {
 
 const oldestOf = (sample) => (sample.columns?.version ?? []).reduce((a, b) => Math.min(a, b ?? a), Infinity);
 
-/** A stretch of a response, which is drawn as one. */
+/** A part of a response. */
 export function part(sample, from, to) {
   const columns = Object.fromEntries(Object.entries(sample.columns ?? {}).map(([name, values]) => [name, values.slice(from, to)]));
   return { id: `${sample.id}/${from}`, tokens: sample.tokens.slice(from, to), columns, offset: from, of: sample.tokens.length, cut: sample.cut, oldest: oldestOf(sample) };

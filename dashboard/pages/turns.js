@@ -1,12 +1,11 @@
-// A conversation as its turns: who spoke, what was thought, which tools were called and what they answered. Calls, results and long histories
-// are folded. Turns of a response keep the figures of their tokens.
+// A conversation as turns: speakers, thinking, tool calls and results. Calls, results and long histories are folded.
 import { h, widget } from "./dom.js";
 import { count } from "./format.js";
 import { block, line } from "./text.js";
 import { part as partOf, tokens } from "./tokens.js";
 
-const LATEST = 4; // turns of a prompt that are unfolded
-const BRIEF = 24; // tokens of an answer that are shown at once, or so many times four characters
+const LATEST = 4; // unfolded turns of a prompt
+const BRIEF = 24; // tokens of an answer to show unfolded, or four times as many characters
 function titleOf(part, turn, size) {
   if (part.kind === "call") return `calls ${line(part.name, 80)}, ${size}`;
   if (part.kind === "result") return `${turn.name ? `${line(turn.name, 60)} answered` : "answer"}, ${size}`;
@@ -20,7 +19,7 @@ function turn(one, body, sizeOf) {
   return h("section", { class: `turn ${one.role}`, "aria-label": one.role }, h("h4", {}, line(one.name && one.role !== "tool" ? `${one.role} ${one.name}` : one.role, 60)), parts.length ? parts : h("p", { class: "faint small" }, "says nothing"));
 }
 
-/** The turns of a prompt. The system's word and what lies far back are folded. */
+/** The turns of a prompt. System turns and old ones are folded. */
 export function promptTurns(name, turns, render) {
   const characters = (part) => `${count((part.text ?? "").length)} characters`;
   const drawn = turns.map((one, place) => {
@@ -32,7 +31,7 @@ export function promptTurns(name, turns, render) {
   return h("div", { class: "prompt conversation" }, early.length ? h("details", {}, h("summary", {}, `${count(early.length)} earlier turns`), early) : null, drawn);
 }
 
-/** The turns of a response: stretches of its tokens, where the tokenizer is known, otherwise its text. */
+/** The turns of a response: ranges of its tokens if the tokenizer is known, otherwise its text. */
 export function responseTurns(sample, by, scale, render) {
   const size = (part) => (part.from != null ? `${count(part.to - part.from)} tokens` : `${count((part.text ?? "").length)} characters`);
   return h("div", { class: "conversation" }, sample.turns.map((one, place) => {

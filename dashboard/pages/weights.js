@@ -1,4 +1,4 @@
-// Weights on their way: each version with its bytes, its time and the pause that it cost.
+// The weights page: each version's transfer, with its bytes, time and pause of generation.
 import { get } from "./api.js";
 import { figures } from "./bars.js";
 import { chart } from "./chart.js";

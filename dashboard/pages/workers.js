@@ -1,4 +1,4 @@
-// Each rank: where it is, what it does, its memory over time, its restarts and last error, its log as it grows, its stack when asked.
+// The workers page: each rank's node, call, memory over time, restarts, last error, log and stack.
 import { get, post } from "./api.js";
 import { chart } from "./chart.js";
 import { h, widget } from "./dom.js";
@@ -10,7 +10,7 @@ const TONES = { busy: "busy", idle: "idle", starting: "busy", dead: "bad" };
 const LOG_LIMIT = 200000;
 const kept = { name: null, text: "", next: 0 };
 
-/** The log of a worker: what is new is added to what was read before. */
+/** A worker's log. Each update adds only new text. */
 async function readLog(run, worker, signal) {
   const name = `${run}\n${worker}`;
   if (kept.name !== name) Object.assign(kept, { name, text: "", next: 0 });
@@ -26,7 +26,7 @@ async function load({ run, params }, signal) {
   return { ...data, log: chosen?.log ? await readLog(run, params.worker, signal) : null };
 }
 
-/** The end of a text that grows: it stays in view, unless somebody has scrolled up to read. */
+/** A growing text. Its end stays in view unless the user has scrolled up. */
 function tail(node, text) {
   const show = (next) => {
     const atEnd = node.scrollHeight - node.scrollTop - node.clientHeight < 24;

@@ -1,4 +1,4 @@
-"""reading: run directories as plain records, without web code. Only changed files are read again.
+"""reading: run directories as plain records, without web code.
 
 catalogue.py           the runs below a folder, by name
 run_reader.py          one run: its parts, each read once and then followed

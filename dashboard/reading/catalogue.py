@@ -1,5 +1,4 @@
-"""Catalogue: the runs below a folder, by name. Requested names are looked up, never used as
-paths."""
+"""Catalogue: the runs below a folder, by name. Requested names are never used as paths."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .run_reader import RunReader
 LOOK_S = 1.0
 """[s] Maximum age of the list of runs before it is refreshed."""
 DEPTH = 3
-"""Number of folder levels to search for runs. Each cluster job has a folder of runs."""
+"""Folder levels to search for runs; each cluster job has a folder of runs."""
 
 
 class Catalogue:
@@ -31,13 +30,13 @@ class Catalogue:
 
     @property
     def readers(self) -> dict[str, RunReader]:
-        """Name -> reader of each existing run, sorted by name."""
+        """Maps run names, sorted, to readers."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked >= LOOK_S:
                 self._looked = now
                 found = self._find()
-                # Keep known readers: a new reader would read all files of its run again.
+                # A new reader would read all files again.
                 self._readers = {
                     name: self._readers.get(name) or RunReader(name, found[name])
                     for name in sorted(found)
@@ -50,25 +49,24 @@ class Catalogue:
         return {str(path.relative_to(self.root)): path for path in _runs_below(self.root, DEPTH)}
 
     def __getitem__(self, name: str) -> RunReader:
-        """Return the reader of a run. Raises NoSuchRunError, which suggests the nearest name, if
-        there is no such run."""
+        """Return the reader of a run. Raises NoSuchRunError for an unknown name."""
         readers = self.readers
         if name not in readers:
             raise NoSuchRunError(f"there is no run {name!r}{nearest(name, list(readers))}")
         return readers[name]
 
     def chosen(self, names: str) -> list[RunReader]:
-        """Return the readers of several runs, given their names as text that `parted` splits."""
+        """Return the readers of several runs, whose names `parted` splits."""
         return [self[name] for name in dict.fromkeys(parted(names))]
 
 
 def parted(names: str) -> list[str]:
-    """Split comma-separated names. In a name, a comma is written %2C and a percent sign %25.
+    """Split comma-separated names, in which %2C is a comma and %25 a percent sign.
 
     >>> parted("lr=1%2Ckl=2,other")
     ['lr=1,kl=2', 'other']
     """
-    # Decode percent signs last, because a name may contain the text %2C.
+    # Percent signs come last, because a name may contain the text %2C.
     return [name.replace("%2C", ",").replace("%25", "%") for name in names.split(",") if name]
 
 

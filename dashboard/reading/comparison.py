@@ -1,4 +1,4 @@
-"""Comparison: differences between two runs in settings, versions, data, metrics and samples."""
+"""Differences between two runs in settings, versions, data, metrics and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .metrics import meaning
 from .run_reader import RunReader
 
 OF_ONE_START = ("origin", "starts", "versions", "sources", "data")
-"""Parts of a configuration that are compared separately or not at all."""
+"""Parts of a configuration to compare separately or not at all."""
 OF_THE_CLOCK = ("_s", "idle_share", "_bytes")
 """Suffixes of metrics that always differ between runs."""
 MISSING = "(not there)"
@@ -26,8 +26,8 @@ MISSING = "(not there)"
 def compare_configs(
     a: Mapping[str, Any], b: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the differences between two configurations in settings, versions and data, each as
-    name -> both values."""
+    """Return the differences in settings, versions and data, each as a mapping of names to both
+    values."""
     own = [{key: value for key, value in one.items() if key not in OF_ONE_START} for one in (a, b)]
     for one in own:
         if isinstance(one.get("graphs"), Mapping):
@@ -41,7 +41,7 @@ def compare_configs(
 
 
 def _nodes(lines: Any) -> Any:
-    """Turn the printed lines of a graph into a mapping of its nodes, to compare node by node.
+    """Convert the printed lines of a graph to a mapping of its nodes.
 
     >>> _nodes(["graph grpo", "  source train: prompt_ids", "  1. reward.score  [map; takes rows]", "       writes reward"])
     {'graph': 'grpo', 'source train': 'prompt_ids', 'reward.score': {'kind': 'map; takes rows', 'writes': 'reward'}}
@@ -68,12 +68,11 @@ def _nodes(lines: Any) -> Any:
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the dotted name and both values of each difference. A missing part is one difference.
+    """Yield the dotted name and both values of each difference; a missing part is one difference.
 
     >>> dict(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}, "d": {"e": 4, "f": 5}}))
     {'a.b': [1, 3], 'd': ['(not there)', {'e': 4, 'f': 5}]}
     """
-    # Compare lists of records entry by entry.
     if _are_records(a) and _are_records(b) and len(a) == len(b):
         a, b = ({str(place): entry for place, entry in enumerate(one)} for one in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -92,8 +91,8 @@ def _are_records(value: Any) -> bool:
 def compare_metrics(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> tuple[int | None, dict[str, list[float]]]:
-    """Return the first step at which a metric differs, and the metrics that differ there, largest
-    relative difference first. Skips metrics that always differ, such as times."""
+    """Return the first step at which metrics differ, and these metrics, largest relative difference
+    first. Skips metrics that always differ, such as times."""
     for step in sorted(set(a) & set(b)):
         parts: dict[str, float] = {}
         for name in a[step].keys() & b[step].keys():
@@ -110,7 +109,7 @@ def compare_metrics(
 def _at_last_common_step(
     a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of both runs at the last step that both have finished.
+    """Return the metrics of both runs at their last common step.
 
     >>> _at_last_common_step({1: {"loss": 1.0}, 2: {"loss": 0.5}}, {1: {"loss": 2.0}})
     [{'name': 'loss', 'a': 1.0, 'b': 2.0}]
@@ -123,7 +122,7 @@ def _at_last_common_step(
 
 
 def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step of a run; `notes` receives a line if they cannot be read."""
+    """Return the metrics of each step of a run; adds to `notes` if they cannot be read."""
     try:
         table = read_metrics(run)
     except (OSError, pa.ArrowException) as error:
@@ -134,11 +133,11 @@ def metrics_of(run: Path, notes: list[str]) -> dict[int, dict[str, float]]:
     return {int(row["step"]): present(row) for row in table.to_pylist() if row["step"] is not None}
 
 
-# The first sample that differs between two runs, token by token.
+# The first sample that differs
 
 
 AROUND = 4
-"""Number of tokens to show before and after the first difference."""
+"""Tokens to show before and after the first difference."""
 IDS = ("prompt_ids", "response_ids")
 LOGPROBS = "response_logprobs"
 
@@ -149,13 +148,12 @@ class _SampleDifference:
     step: int
     sample_id: int
     what: str
-    """What differs first: prompt_ids, response_ids, response_logprobs, reward, or a missing
-    sample."""
+    """What differs first: a column or a missing sample."""
     place: int | None = None
     """Index of the first different token, from 0."""
     tokens: tuple[dict[str, Any], ...] = ()
     """Tokens around the first difference, each with `place`, ids `a` and `b`, `logprob_a` and
-    `logprob_b`. Values after the end of a response are None."""
+    `logprob_b`; None after the end of a response."""
     texts: tuple[str, str] = ("", "")
     values: tuple[Any, Any] = (None, None)
 
@@ -181,8 +179,8 @@ def _side(token: int | None, logprob: float | None) -> str:
 
 
 def first_difference(a: Path, b: Path, notes: list[str]) -> _SampleDifference | None:
-    """Return the first recorded sample that differs between two runs, in the order of steps, or
-    None. `notes` receives a line for each unreadable file, and for each log with lost records."""
+    """Return the first recorded sample that differs, in the order of steps, or None. Adds to
+    `notes` a line for each unreadable file and each log with lost records."""
     from ...dataflow.runs.samples import files_by, recorded, tables
 
     of_a, of_b = (files_by(recorded(run, notes), "step", "graph") for run in (a, b))
@@ -198,7 +196,7 @@ def first_difference(a: Path, b: Path, notes: list[str]) -> _SampleDifference | 
 
 
 def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
-    """Return sample id -> the columns that are compared."""
+    """Map sample ids to the compared columns."""
     kept = (*IDS, LOGPROBS, "reward", "response", "sample_id")
     found: dict[int, dict[str, Any]] = {}
     for table in parts:
@@ -208,8 +206,7 @@ def _rows(parts: Iterator[pa.Table]) -> dict[int, dict[str, Any]]:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the first difference of two rows as fields of `_SampleDifference`; empty if there is
-    none."""
+    """Return the first difference of two rows as fields of `_SampleDifference`, if any."""
     texts = str(a.get("response") or ""), str(b.get("response") or "")
     for what in (*IDS, LOGPROBS):
         one, two = a.get(what) or [], b.get(what) or []
@@ -233,11 +230,11 @@ def _around(a: dict[str, Any], b: dict[str, Any], ids: str, place: int) -> tuple
     )
 
 
-# The page that compares two runs.
+# The page that compares two runs
 
 
 READ_S = 5.0
-"""[s] Longest wait for a run's samples to be read."""
+"""[s] Longest wait for reading a run's samples."""
 
 
 def compare_page(a: RunReader, b: RunReader) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The graph page: rows at each node, rates, busy groups, and the versions and age of weights."""
+"""The graph page: rows and rates of nodes, busy groups, and versions and ages of weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from .run_reader import RunReader, nested, read_graphs, read_live
 
 
 def graph_page(run: RunReader) -> dict[str, Any]:
-    """Return nodes, edges and followers of all graphs of a run."""
     facts, graphs, live = run.facts, read_graphs(run.path), read_live(run.path)
     goes_on = facts.life is Life.ALIVE
     with run.parts() as (metrics, calls):
@@ -61,14 +60,14 @@ def _node(
     *,
     goes_on: bool,
 ) -> dict[str, Any]:
-    """Return a node of the page: `now` has its current rows, `group` its group in `live.json`, and
-    `own` the totals of its calls."""
+    """`now` has a node's current rows, `group` its group in `live.json`, and `own` the totals of
+    its calls."""
     busy = any(call.get("what") == node["name"] for call in group.get("calls", ()))
     return {
         **{name: node.get(name) for name in ("name", "shape", "reads", "writes", "code")},
         "group": node.get("group") or FUNCTIONS,
         "waiting": _waiting(now),
-        # A driver that has ended holds no leases, whatever its last report says.
+        # A driver that has ended holds no leases.
         "leased": now.get("leased") if goes_on else (0 if now else None),
         "done": max(own.get("rows", 0), now.get("done", 0)) if own or now else None,
         "rate_in": now.get("rate_in") if goes_on else None,
@@ -118,7 +117,7 @@ def _weights(
         ended = calls.columns["end_s"][row]
         age = None
         if goes_on and len(row) and "time_s" in live:
-            # live.json records when it was written, as wall-clock time and as run time.
+            # live.json has the time of its writing, as wall-clock time and as run time.
             age = max(0.0, live["time_s"] + time.time() - live["at"] - float(ended[0]))
         found.append(
             {
@@ -136,7 +135,7 @@ def _weights(
 
 
 def received(calls: CallLog, follower: str | None = None) -> np.ndarray:
-    """Return indexes of the calls that delivered weights to this follower, or to any."""
+    """Return indexes of the calls that delivered weights to a follower, or to any."""
     c, nodes, groups = calls.columns, calls.words("node"), calls.words("group")
     own = np.array([name == "receive_weights" for name in nodes], bool)[c["node"]]
     if follower is not None:
@@ -144,13 +143,13 @@ def received(calls: CallLog, follower: str | None = None) -> np.ndarray:
     return np.flatnonzero(own)
 
 
-# The buffer page: rows by state, ages, staleness over time, drops by reason, leases, bytes.
+# The buffer page
 
 
 AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 10800.0)
-"""[s] Upper edges of the age bins. One more bin holds older groups."""
+"""[s] Upper edges of the age bins; one more bin has older groups."""
 MOST_BARS = 200
-"""Maximum number of bars in the staleness chart; each covers a range of steps."""
+"""Maximum number of bars, or ranges of steps, in the staleness chart."""
 
 
 def buffer_page(run: RunReader) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def _waiting_group(graph: Mapping[str, Any], group: Mapping[str, Any]) -> dict[s
 
 
 def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Count groups in flight by the time since the first group of their step was issued.
+    """Count groups in flight by the time since their step's first group was issued.
 
     >>> _ages({"steps": {"3": [4, 0.5], "2": [1, 70.0]}})
     {'edges_s': [0.0, 1.0, 3.0, 10.0, 30.0, 100.0], 'counts': [4, 0, 0, 0, 1]}
@@ -206,8 +205,8 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
-    """Count trained samples by the lag of their oldest token, in versions behind the trained
-    weights, for each range of steps that begins with `step`.
+    """For each range of steps, beginning with `step`, count trained samples by the lag of their
+    oldest token behind the trained weights [versions].
 
     >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
     >>> staleness(pa.table(columns))
@@ -226,7 +225,7 @@ def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // MOST_BARS)
     bars = (steps - first) // width
-    # Lags are at most 1000, so each pair of bar and lag maps to one number.
+    # One number for each pair of bar and lag, which is at most 1000.
     keys, numbers = np.unique(bars * 1001 + lags, return_counts=True)
     found: dict[int, dict[str, int]] = {}
     for key, number in zip(keys.tolist(), numbers.tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""The timeline page: lanes of groups and ranks, of weights, checkpoints and evaluations, with the
-reasons for idle gaps, and the critical path of a step."""
+"""The timeline page: lanes of groups, ranks, weights, checkpoints and evaluations, the reasons for
+idle gaps, and the critical path of a step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import RunReader, nested, read_graphs
 
 MOST_CALLS = 1500
-"""Maximum number of calls of a lane to send individually. For a lane with more calls, the page gets
-the busy shares of `width / 3` bins."""
+"""Maximum number of calls of a lane to send. With more calls, the page gets the busy shares of
+`width / 3` bins."""
 MOST_GAPS = 60
 """Maximum number of gaps of a lane to explain, longest first."""
 SHORTEST_GAP = 0.002
-"""Shortest gap to explain, as a share of the window. Shorter ones are invisible."""
+"""Shortest gap to explain, as a share of the window."""
 TOUCHING_S = 0.05
-"""[s] A call that ended at most this long before another began may have unblocked it."""
+"""[s] A call may have waited for another that ended at most this long before it began."""
 WEIGHTS = (
     "publish_weights", "send_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register",
 )  # fmt: skip
 SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
 CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
 LATE = 0.1
-"""A rank is named as the slowest if it answered later than the others by this share of its time."""
+"""Name a rank as the slowest if it finished later than the others by this share of its time."""
 
 
 def timeline_page(
@@ -46,8 +46,8 @@ def timeline_page(
 
 
 class _Lanes:
-    """The lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the
-    ranks and pools of groups."""
+    """Lanes of a run's timeline. `graphs` is the content of `graph.json`; `config` has the ranks
+    and pools of groups."""
 
     def __init__(self, log: CallLog, graphs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.log = log
@@ -57,7 +57,7 @@ class _Lanes:
         known = {name: place.get("ranks") for name, place in places.items()}
         self._num_ranks = {name: n if isinstance(n, int) else 1 for name, n in known.items()}
         self._upstream: dict[str, set[str]] = {}
-        """Node -> the nodes that it waits for."""
+        """Maps each node to those that it waits for."""
         for graph in graphs:
             for node in nested(graphs, graph).get("nodes", ()):
                 self._upstream.setdefault(node["name"], set()).update(node.get("after", ()))
@@ -78,13 +78,11 @@ class _Lanes:
         """Return lanes, ends of steps, and the critical path of the last step in a window.
 
         Args:
-            start: start of the window, in seconds since the start of the run; None for that start.
-            end: end of the window, in seconds since the start of the run; None for the end of the
-                run.
+            start: start of the window, in seconds since the start of the run.
+            end: end of the window in these seconds; None for the end of the run.
             width: width of the screen in pixels.
             unfolded: groups that get a lane for each rank.
-            steps: first and last step. If the run has any of these steps, their window is shown
-                instead.
+            steps: first and last step, which replace `start` and `end`.
         """
         total = self.total_s
         if steps is not None:
@@ -93,7 +91,7 @@ class _Lanes:
         last = total if end is None else min(end, total)
         first = min(last, 0.0 if start is None else max(0.0, start))
         timeline = Timeline(self.log, first, max(last, first + 1e-9))
-        # Round before comparing: pages send the rounded end of a step.
+        # Pages send the rounded end of a step.
         ends = ((step, round(end, 6)) for step, end in self.log.steps)
         shown = [(step, end) for step, end in ends if first <= end <= round(last, 6)]
         return {
@@ -140,8 +138,8 @@ class _Lanes:
 
     @cached_property
     def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each checkpoint, from copying the state until
-        it is on disk."""
+        """[checkpoints] first call, start and end of each checkpoint, from copying the state to its
+        last write to disk."""
         c = self._columns
         begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
         begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
@@ -183,12 +181,11 @@ class _Lanes:
         return _part(gap.start_s, gap.end_s, reason=reason, text=text)
 
     def _rank_gap(self, group: str, gap: Gap, lane: Lane) -> dict[str, Any]:
-        """Explain the gap of a rank: it waited for other ranks of its call, or had nothing to
-        do."""
+        """Explain a rank's gap: it waited for other ranks of its call, or had nothing to do."""
         if gap.before >= 0:
             call = int(lane.calls[gap.before])
             waited = float(self._columns["end_s"][call]) - gap.start_s
-            # Most of the gap was spent waiting for other ranks of the call.
+            # The rank waited for other ranks for most of the gap.
             if waited > 0.5 * gap.seconds:
                 last = self._last_rank(call)
                 others = "the other ranks" if last is None else f"{group}[{last}]"
@@ -239,10 +236,10 @@ class _Lanes:
         return self._groups[int(self._columns["group"][row])]
 
     def _last_rank(self, call: int) -> int | None:
-        """Return the rank that the others of a call waited for, or None if none was much later."""
+        """Return the rank that finished much later than the others of a call, if any."""
         of = self.log.ranks
         first, beyond = np.searchsorted(of["call"], [call, call + 1]).tolist()
-        if beyond - first < 2:  # ranks of a call are in the order of their answers
+        if beyond - first < 2:  # ranks of a call are in the order of their replies
             return None
         late_s = of["end_s"][beyond - 1] - of["end_s"][beyond - 2]
         return int(of["rank"][beyond - 1]) if late_s > LATE * of["worker_s"][beyond - 1] else None
@@ -258,9 +255,9 @@ class _Lanes:
     # The critical path
 
     def critical(self, step: int) -> list[dict[str, Any]]:
-        """Return the chain of calls that a step waited for, with unexplained time in between.
+        """Return the chain of calls that a step waited for, and the unexplained times between them.
 
-        The chain is traced back from the end of the step. The predecessor of a call is the upstream
+        Follows the chain back from the end of the step. The predecessor of a call is the upstream
         call that still streams rows to it, or else the call that ended last before it began.
         """
         c, timeline = self._columns, self.log.of_steps(step, step)
@@ -294,8 +291,8 @@ class _Lanes:
         return [*path, *self._unexplained(begin, at)][::-1]
 
     def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
-        """Return the latest upstream call that was still streaming rows at time `at`; None if there
-        is none, or if another upstream call had just ended."""
+        """Return the latest upstream call that was streaming rows at time `at`; None without one,
+        or if another upstream call had just ended."""
         c, upstream = self._columns, self._upstream.get(self._node(row), ())
         near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
         near = [other for other in near.tolist() if self._node(other) in upstream]
@@ -304,8 +301,7 @@ class _Lanes:
         return max(near, key=lambda other: c["start_s"][other], default=None)
 
     def _unexplained(self, start: float, end: float) -> list[dict[str, Any]]:
-        """Return the gap in the critical path between these times, or nothing if it is
-        negligible."""
+        """Return the gap in the critical path between these times, unless it is negligible."""
         if end - start <= 1e-4:
             return []
         _, begun, written = self._checkpoints
@@ -315,7 +311,6 @@ class _Lanes:
 
 
 def _bins(lane: Lane, number: int) -> dict[str, Any]:
-    """Return the share of each bin spent on each node. Overlapping calls share the bin."""
     nodes = np.unique(lane.nodes).tolist()
     shares = np.round(lane.shares(nodes, number).T, 3).tolist()
     timeline = lane.timeline

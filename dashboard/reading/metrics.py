@@ -19,23 +19,21 @@ from ...dataflow.runs.files import METRICS
 from ...dataflow.runs.follow import FollowedTable
 
 Series: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""[points] increasing steps, and the value at each."""
+"""[points] increasing steps, and their values."""
 MOST = 5000
-"""Maximum number of metrics of a run to read. A damaged file may have any number."""
+"""Maximum number of metrics to read; a damaged file may have any number."""
 MOST_LEFT_OUT = 5000
 
 
 class MetricLog:
-    """The metrics of one run, which may have none yet."""
-
     def __init__(self, run: Path) -> None:
         self._table = FollowedTable(run, METRICS, MOST)
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
-        """Metric -> steps and values, in the order of writing."""
+        """Maps each metric to its steps and values, in the order of writing."""
         self._series: dict[str, Series] = {}
-        """Metric -> sorted series; cached until the metric changes."""
+        """Cache of each metric's sorted series."""
         self._left_out: set[str] = set()
-        """Names of metrics beyond MOST. At most MOST_LEFT_OUT are kept."""
+        """Up to MOST_LEFT_OUT names of metrics beyond MOST."""
         self._columns_left_out = 0
         self.damage: str | None = None
 
@@ -80,7 +78,7 @@ class MetricLog:
         self._series.pop(name, None)
 
     def _take_wide(self, table: pa.Table) -> None:
-        """Add a table with a row for each step and a column for each metric."""
+        """Add a table with a row per step and a column per metric."""
         if "step" not in table.column_names:
             return
         steps = table["step"].to_numpy()
@@ -93,12 +91,12 @@ class MetricLog:
 
     @property
     def names(self) -> list[str]:
-        """All metrics, in the order of their first value."""
+        """Metrics in the order of their first values."""
         return list(self._columns)
 
     def series(self, name: str) -> Series:
-        """Return the steps and values of a metric. If a step has several values, the last one
-        counts. An unknown metric has none."""
+        """Return the steps and values of a metric, none for an unknown one. The last value of a
+        step counts."""
         if name not in self._series:
             held = self._columns.get(name)
             if held is None:
@@ -108,7 +106,7 @@ class MetricLog:
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The metrics of the last finished step; empty before the first."""
+        """Metrics of the last finished step; empty before the first."""
         steps, _ = self.series("step")
         if not len(steps):
             return {}
@@ -129,13 +127,12 @@ def _sorted(steps: np.ndarray, values: np.ndarray) -> Series:
     if len(steps) > 1 and not (np.diff(steps) > 0).all():
         order = np.argsort(steps, kind="stable")
         steps, values = steps[order], values[order]
-        # Of equal steps, keep the value written last.
         last = np.append(np.diff(steps) > 0, True)
         steps, values = steps[last], values[last]
     return steps, values
 
 
-# Curves: metrics over steps, time or samples, thinned for a screen; and marks of events.
+# Curves and marks of events
 
 
 Axis: TypeAlias = Literal["step", "time_s", "samples"]
@@ -143,9 +140,8 @@ MAX_POINTS = 5000
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to about `points` points (4 or more). `x` [n] must be increasing. Keep the
-    extremes of each stretch, so no peak is lost. Drop values that are not finite if their stretch
-    has finite ones.
+    """Reduce a curve to about `points` points (4 or more), and keep its peaks. `x` [n] must be
+    increasing. Between its ends, a reduced curve has only finite values.
 
     >>> x = np.arange(1000.0)
     >>> y = np.where(x == 500, 9.0, 0.0)
@@ -168,8 +164,8 @@ def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.n
 
 
 def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
-    """Return the positions of steps ([points]) on an axis: [points], nan if unknown. The axis is
-    the step number, seconds since the start of the run, or samples trained on so far."""
+    """Return the positions of steps on an axis: [points], NaN if unknown. The axis is the step
+    number, seconds since the start of the run, or samples trained on so far."""
     if axis == "step":
         return steps
     known, values = metrics.series(axis)
@@ -178,7 +174,7 @@ def axis_of(metrics: MetricLog, steps: np.ndarray, axis: Axis) -> np.ndarray:
     if not len(known):
         return np.full(len(steps), np.nan)
     before = np.clip(np.searchsorted(known, steps, side="right") - 1, 0, len(known) - 1)
-    # A step without updates, such as step 0, has trained on as many samples as the step before.
+    # A step without updates, such as step 0, adds no samples.
     if axis == "samples":
         return np.where(steps < known[0], 0.0, values[before])
     return np.where(known[before] == steps, values[before], np.nan)
@@ -191,8 +187,8 @@ def curve(
     points: int = 800,
     window: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a metric over an axis, thinned. `window` has the first and last x to include; one more
-    point is kept on each side."""
+    """Return a metric over an axis, thinned. `window` has the first and last x; one more point on
+    each side is included."""
     steps, values = metrics.series(name)
     x = axis_of(metrics, steps, axis)
     there = np.isfinite(x)
@@ -215,13 +211,13 @@ def numbers(values: np.ndarray | Sequence[float], digits: int = 7) -> list[float
 
 
 MOST_ALERTS, MOST_CHARACTERS = 500, 300
-"""Maximum number of alerts to mark on a curve (the latest are kept), and of characters of each."""
+"""Maximum number of alerts to mark on a curve, latest first, and of characters of each."""
 
 
 def marks(
     metrics: MetricLog, evaluations: Sequence[str], alerts: Sequence[Alert], checkpoints: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return events, sorted by step: evaluations, kept checkpoints, restarts and other alerts."""
+    """Return events by step: evaluations, kept checkpoints, restarts and other alerts."""
     found: list[dict[str, Any]] = [
         {"step": step, "kind": "checkpoint", "text": f"step_{step}"} for step in checkpoints
     ]
@@ -239,7 +235,7 @@ def marks(
     return sorted(found, key=lambda mark: mark["step"])
 
 
-# Cards: the most important curves, in reading order; and the meaning of each metric.
+# Cards: the most important curves, in reading order
 
 
 @dataclass(frozen=True)
@@ -247,15 +243,15 @@ class _Card:
     id: str
     title: str
     metric: str
-    """Regular expressions of metric names without evaluation and group, separated by `|`. The first
-    one that matches counts."""
+    """Regular expressions of metric names without evaluation and group, separated by `|`; the first
+    match counts."""
     spread: str = ""
-    """The metric with the standard deviation, in the same group."""
+    """Metric of the same group with the standard deviation."""
     beside: str = ""
-    """A metric of the same group, shown next to the value."""
+    """Metric of the same group to show next to the value."""
     scope: Literal["training", "evaluation"] = "training"
     floor: float | None = 0.0
-    """Lower end of the scale, unless a value is lower; None for the lowest value."""
+    """Lower end of the scale unless a value is lower; None for the lowest value."""
     form: Literal["number", "share", "bytes", "count", "small"] = "number"
     several: bool = False
     """Whether the card has a line for each group."""
@@ -283,7 +279,7 @@ KINDS = (
 
 
 def cards(names: Sequence[str], evaluations: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the cards for these metrics. Kinds of cards without a metric are left out.
+    """Return the cards for these metrics.
 
     >>> found = cards(["reward/mean", "reward/std", "eval/reward/mean", "actor/idle_share", "rollout/idle_share"], ["eval"])
     >>> [(card["id"], card["names"]) for card in found]
@@ -313,8 +309,7 @@ def _shown(kind: _Card, names: Sequence[str]) -> list[str]:
 
 
 def _matching(kind: _Card, names: Sequence[str]) -> list[str]:
-    """Return the metrics that match the first matching pattern of a kind, the group `reward`
-    first."""
+    """Return the metrics of the first matching pattern of a kind, the group `reward` first."""
     for pattern in kind.metric.split("|"):
         behind = re.compile(rf"(?:[^/]+/)*{pattern}")
         own = [name for name in names if behind.fullmatch(name) and not name.endswith(("_low", "_high"))]
@@ -334,7 +329,6 @@ def _card(kind: _Card, names: list[str], there: set[str]) -> dict[str, Any]:
 
     title, lost = kind.title, list[str]()
     if kind.scope == "evaluation":
-        # Score names such as pass@1.
         labels = (score_label(name.partition("/")[2]) for name in names)
         title = f"{title} {', '.join(dict.fromkeys(filter(None, labels)))}".rstrip()
         lost = [f"{name.partition('/')[0]}/prompts_lost" for name in names]
@@ -353,7 +347,7 @@ def _card(kind: _Card, names: list[str], there: set[str]) -> dict[str, Any]:
 
 
 def meaning(name: str) -> dict[str, str]:
-    """Return unit, meaning, and good and bad values of a metric.
+    """Return the unit, the meaning, and good and bad values of a metric.
 
     >>> meaning("actor/entropy")["unit"], meaning("my/own")
     ('nats/token', {'unit': '', 'meaning': '', 'good': '', 'bad': ''})

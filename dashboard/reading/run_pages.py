@@ -1,4 +1,4 @@
-"""The weights page, a group of samples, SQL queries, and the requests to a run's driver."""
+"""The weights page, a group of samples, SQL queries, and requests to a run's driver."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
 TOKEN_COLUMNS = re.compile(
     r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
 )
-"""Pattern of token columns, which only the sample files have."""
+"""Token columns, which only the sample files have."""
 MOST_LOG = 16 << 20
-"""[bytes] Largest log to read in full while a page waits."""
+"""[bytes] Largest log to read while a page waits."""
 MOST_CELL = 20_000
-"""Maximum number of characters of a value in a SQL answer."""
+"""Maximum characters of a value in a SQL answer."""
 
 
 def weights(run: RunReader) -> dict[str, Any]:
-    """Return the weight versions that followers received, with the time and bytes of their
-    transfer, and the pause of generation."""
+    """Return the weight versions that followers received, with the time and bytes of the transfer
+    and the pause of generation."""
     live, edges = read_live(run.path), graph_page(run)["weights"]
     began_at = live["at"] - live["time_s"] if live else None
     with run.parts() as (metrics, calls):
@@ -70,8 +70,8 @@ def _value_at(step: int, series: tuple[np.ndarray, np.ndarray] | None) -> float 
 
 
 def group(run: RunReader, number: int) -> dict[str, Any]:
-    """Return the samples of a group. If none are recorded, return the reason why it waits. Raises
-    UserError if there is no such group."""
+    """Return a group's samples, or what it waits for if none are recorded. Raises UserError if
+    there is no such group."""
     try:
         return run.sample_pages.group(number, run.facts.config)
     except UserError:
@@ -79,8 +79,8 @@ def group(run: RunReader, number: int) -> dict[str, Any]:
 
 
 def why(run: RunReader, number: int) -> list[str]:
-    """Return what a group waits for, according to the driver's last report, or else to the log.
-    Raises UserError if there is no such group, or the log is larger than MOST_LOG."""
+    """Return what a group waits for, from the driver's last report or else from the log. Raises
+    UserError if there is no such group, or the log is larger than MOST_LOG."""
     for state in read_live(run.path).get("graphs", {}).values():
         for oldest in state["oldest"]:
             if oldest["group"] == number:
@@ -94,8 +94,8 @@ def why(run: RunReader, number: int) -> list[str]:
 
 
 def sql(run: RunReader, text: str) -> dict[str, Any]:
-    """Answer a SQL query in the restricted DuckDB that `weft buffer sql` uses. Raises UserError if
-    DuckDB is not installed, cannot answer, or takes too long."""
+    """Answer a SQL query in the restricted DuckDB of `weft buffer sql`. Raises UserError if DuckDB
+    is not installed, fails, or takes too long."""
     notes: list[str] = []
 
     def light_samples() -> pa.Table | None:
@@ -106,7 +106,7 @@ def sql(run: RunReader, text: str) -> dict[str, Any]:
             else None
         )
 
-    # Queries without token columns use the index, which is much faster than the files.
+    # The index, which lacks token columns, is much faster than the files.
     known = {} if TOKEN_COLUMNS.search(text) else {"samples": light_samples}
     limits = {"max_rows": SQL_ROWS, "timeout_s": SQL_S, "memory_bytes": SQL_BYTES}
     table = query(run.path, text, notes, known=known, **limits)
@@ -128,7 +128,7 @@ def _cell(value: Any) -> Any:
 
 
 def stop(run: RunReader) -> dict[str, Any]:
-    """Ask the driver to save and end the run. Raises UserError if the run is not alive, or its
+    """Ask the driver to save and end the run. Raises UserError if the run is not alive or its
     directory cannot be written."""
     return _request(run, lambda epoch: request_stop(run.path, epoch), "end")
 

@@ -1,5 +1,4 @@
-"""RunReader: one run, as the dashboard reads it. Each part is read once; afterwards, only its new
-data is read."""
+"""RunReader: one run, as the dashboard reads it. After the first read, it reads only new data."""
 
 from __future__ import annotations
 
@@ -27,13 +26,11 @@ from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
 
-# Types of the fields that pages rely on, in `live.json` (rows at each node, groups, leases, memory)
-# and in `graph.json` (nodes and followers). Other fields are allowed. A damaged file counts as
-# missing.
+# Types of the fields of `live.json` and `graph.json` that pages rely on. Files may have more
+# fields; a damaged file counts as missing.
 
 MOST_BYTES = 32 << 20
-"""[bytes] Largest file to read. Drivers write far less, and pages request these files again and
-again."""
+"""[bytes] Largest file to read. Drivers write far less."""
 
 
 class _Lease(TypedDict):
@@ -127,7 +124,7 @@ _LIVE, _GRAPHS = TypeAdapter(_Live), TypeAdapter(dict[str, _Graph])
 
 
 def read_live(run: Path) -> dict[str, Any]:
-    """Return the latest state that the run's driver has written, or an empty mapping."""
+    """Return the driver's last report, or an empty mapping."""
     return _read(run / LIVE, _LIVE)
 
 
@@ -159,7 +156,7 @@ def nested(value: Any, *names: str) -> dict[str, Any]:
 # Run reader
 
 SPARK = 40
-"""Number of points of the small curve in the list of runs."""
+"""Points of the small curve in the list of runs."""
 
 
 class RunReader:
@@ -170,7 +167,7 @@ class RunReader:
         self._lock = threading.Lock()
         self._metrics, self._calls = MetricLog(path), CallLog(path)
         self._summary: tuple[dict[str, object], dict[str, Any]] | None = None
-        """(state of the run's files, summary made from them)."""
+        """(state of the run's files, summary of them)."""
         self.samples = SampleIndex(path)
         self.sample_pages = SamplePages(self.samples)
 
@@ -191,13 +188,12 @@ class RunReader:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run's entry in the list of runs. For a finished run, it is cached until its files
-        change."""
+        """The run's entry in the list of runs."""
         state = state_of(self.path)
         if self._summary is not None and self._summary[0] == state:
             return self._summary[1]
         made = self._new_summary()
-        # A running run changes all the time, so do not cache it.
+        # Do not cache a running run, which changes all the time.
         self._summary = None if made["status"] == "running" else (state, made)
         return made
 
@@ -302,7 +298,7 @@ class RunReader:
     def curves(
         self, names: list[str], axis: Axis, points: int, window: tuple[float, float]
     ) -> list[dict[str, Any]]:
-        """Return each metric with x and y. Unknown metrics are left out."""
+        """Return each known metric with x and y."""
         found: list[dict[str, Any]] = []
         with self._lock:
             self._metrics.refresh()

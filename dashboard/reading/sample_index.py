@@ -1,8 +1,7 @@
-"""SampleIndex: the columns for filtering, sorting and searching samples.
+"""SampleIndex: columns for filtering, sorting and searching samples.
 
-A row of the index has the sample's scalars, the length of its response, means of its token columns,
-its oldest and newest version, and its texts. If the texts of a run take too much memory, they are
-cut. Tokens stay in the files, and each file is read once.
+A row has a sample's scalars, the length of its response, means of its token columns, its oldest and
+newest version, and its texts, which are cut if they take too much memory. Tokens stay in the files.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ...dataflow.runs.tables import read_parquet
 
 compute: Any = pyarrow.compute  # its functions are created on import
 TEXT_BYTES = 256 << 20
-"""[bytes] Limit for complete texts, stored twice (original and lower case). Beyond it, keep the
-first SHORT characters of each text."""
+"""[bytes] Limit for complete texts, each stored twice (original and lower case). Beyond it, keep
+only SHORT characters of each text."""
 SHORT = 500
 READ_S = 0.1
-"""[s] Time that a request spends on new files. A thread reads the rest."""
+"""[s] Time that a request spends on new files; a thread reads the rest."""
 FEW_PARTS = 64
-"""Maximum number of tables to concatenate for each query. More tables are combined permanently."""
+"""Maximum number of tables to concatenate per query; more are combined permanently."""
 TEXTS = ("prompt", "response", "answer")
 LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
@@ -43,10 +42,10 @@ class SampleIndex:
         self._known: set[str] = set()
         self._files: list[Path] = []
         self._pending: list[str] = []
-        """Names of unread files, sorted by step; read from the end."""
+        """Unread files, sorted by step; read from the end."""
         self._parts: list[pa.Table] = []
         self._ids: dict[tuple[str, int], list[np.ndarray]] = {}
-        """(graph, step) -> the sample ids of each of its files."""
+        """Maps (graph, step) to the sample ids of each file."""
         self._seen: object = None
         self._text_bytes = 0
         self._reader: threading.Thread | None = None
@@ -56,11 +55,10 @@ class SampleIndex:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Number of files read, and of all files."""
         return {"read": len(self._known) - len(self._pending), "files": len(self._known)}
 
     def table(self) -> pa.Table:
-        """Return all known rows. Reads new files for at most READ_S."""
+        """Return all known rows, after reading new files for at most READ_S."""
         with self._lock:
             self._look()
             self._read_until(time.monotonic() + READ_S)
@@ -74,7 +72,7 @@ class SampleIndex:
             return pa.concat_tables(self._parts, promote_options="permissive") if self._parts else _EMPTY
 
     def wait(self, limit_s: float) -> bool:
-        """Read files for up to `limit_s` seconds. Return whether all have been read."""
+        """Read files for up to `limit_s` seconds; return whether all have been read."""
         deadline = time.monotonic() + limit_s
         self.table()
         while self._pending and time.monotonic() < deadline:
@@ -88,7 +86,6 @@ class SampleIndex:
             time.sleep(0.01)  # let requests take the lock
 
     def _look(self) -> None:
-        """Look for new files. The latest steps are read first."""
         try:
             now = os.stat(self._folder).st_mtime_ns
         except OSError:
@@ -102,12 +99,11 @@ class SampleIndex:
         except OSError as error:
             self.damage = [f"{self._folder}: {error}"]
             return
-        # Folder times have a coarse resolution: another file may be added without changing the
-        # time.
+        # Folder times are coarse: another file may be added without changing the time.
         if time.time_ns() - now > 10**9:
             self._seen = now
         if self._known - found:
-            # Files were removed, because the run went back to an earlier step: start over.
+            # Files are missing because the run went back to an earlier step: start over.
             self._known, self._pending, self._files, self._parts, self._ids = set(), [], [], [], {}
             self._text_bytes, self.version, self.damage = 0, self.version + 1, []
         new = found - self._known
@@ -136,7 +132,7 @@ class SampleIndex:
                 self.damage.append(f"{path}: {error}")
                 continue
             graph, step = found["graph"], int(found["step"])
-            # A recorder that died may have written a file twice.
+            # A recorder that died may have written samples twice.
             ids, held = table["sample_id"].to_numpy(), self._ids.setdefault((graph, step), [])
             new = ~np.isin(ids, np.concatenate([*held, np.empty(0, np.int64)]))
             held.append(ids[new])
@@ -154,7 +150,7 @@ class SampleIndex:
         self.version += 1
 
     def row(self, sample: int) -> dict[str, Any] | None:
-        """Return all columns of a sample, including tokens, or None for an unknown id."""
+        """Return all columns of a sample, including tokens; None for an unknown id."""
         table = self.table()
         found = np.flatnonzero(table["sample_id"].to_numpy() == sample)
         return None if not len(found) else self._whole(table, int(found[0]))
@@ -194,8 +190,8 @@ def _step(name: str) -> tuple[int, str]:
 
 
 def _read(path: Path) -> pa.Table:
-    """Read and validate the rows of a file, so that damage is found here and not on access."""
-    # Read everything now: if a mapped file were truncated later, accessing it would kill this process.
+    """Read and validate the rows of a file, to find damage here and not on access."""
+    # A mapped file that is truncated later would kill this process.
     table = pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
     table.validate(full=True)
     if "sample_id" not in table.column_names or "group_id" not in table.column_names:
@@ -229,7 +225,7 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
 
 
 def _of_tokens(name: str, column: Any) -> dict[str, Any]:
-    """Return the index columns of a token column: its lengths, means, or minima and maxima."""
+    """Return a token column's lengths, means, or minima and maxima."""
     lengths = compute.fill_null(compute.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     if name in LISTS_OF_TOKENS:
         return {
@@ -241,7 +237,7 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         versions, starts = values.to_numpy(zero_copy_only=False), (ends - lengths)[there]
         found = np.zeros((2, len(lengths)), np.int64)
         if len(starts):
-            # `reduceat` gives an element even for an empty stretch, so leave out rows without tokens.
+            # `reduceat` gives an element even for rows without tokens.
             found[:, there] = (
                 np.minimum.reduceat(versions, starts),
                 np.maximum.reduceat(versions, starts),
@@ -262,7 +258,7 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
 
 
 def _prompt_keys(table: pa.Table) -> list[str]:
-    """Return a key for each row's prompt. Equal prompts have equal keys."""
+    """Return a key for each row's prompt, equal for equal prompts."""
     name = next((name for name in ("prompt_ids", "prompt") if name in table.column_names), None)
     if name is None:
         return [""] * len(table)

@@ -1,5 +1,4 @@
-"""The sample pages: lists of samples and groups, one sample or group, and one prompt over
-training."""
+"""The sample pages: lists of samples and groups, a sample, a group, and a prompt over training."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from .metrics import numbers
 from .sample_index import SampleIndex
 from .turns import cut, gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
 
-# Filtering, searching and sorting the samples of a run.
+# Filtering, searching and sorting
 
 
 PIECE = 8192
-"""Number of rows that a thread searches at once."""
+"""Rows that a thread searches at once."""
 compute: Any = pyarrow.compute  # its functions are created on import
 OPERATORS = {
     "<=": compute.less_equal,
@@ -39,8 +38,8 @@ def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
     """Return the indexes of the matching rows, without copying texts.
 
     Args:
-        filters: conditions joined by `and`: `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, >, or ~
-            for text that contains the value.
+        filters: conditions `COLUMN OPERATOR VALUE` with <=, >=, !=, =, <, > or ~ (contains the
+            text), joined by `and`.
         search: text to find in the prompt, response or answer, ignoring case.
 
     Raises:
@@ -58,7 +57,7 @@ _POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="searc
 
 
 def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:
-    """Return whether each row contains a text, using all cores: [rows] bool."""
+    """Return whether each row contains a text: [rows] bool. Uses all cores."""
     pieces = [chunk.slice(at, PIECE) for chunk in column.chunks for at in range(0, len(chunk), PIECE)]
     found = _POOL.map(lambda piece: _has(piece, text).to_numpy(zero_copy_only=False), pieces)
     return np.concatenate([np.empty(0, bool), *found])
@@ -69,7 +68,7 @@ def _has(column: Any, text: str, **options: Any) -> Any:
 
 
 def _condition(table: pa.Table, text: str) -> Any:
-    # Take the first operator in the text, and the longest one at its place: <= before <.
+    # The first operator in the text, and the longest one there: <= before <.
     operator = min(
         (op for op in (*OPERATORS, "~") if op in text),
         key=lambda op: (text.index(op), -len(op)),
@@ -93,11 +92,11 @@ def _condition(table: pa.Table, text: str) -> Any:
 
 
 QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
-"""Name of a column on the pages -> its name in the index."""
+"""Maps column names on the pages to names in the index."""
 
 
 def require_column(table: pa.Table, name: str) -> str:
-    """Return the name of a column in the index. Raises UserError if there is no such column."""
+    """Return a column's name in the index. Raises UserError if there is no such column."""
     name = QUERY_NAMES.get(name, name)
     if name.startswith("_") or name not in table.column_names:
         columns = [column for column in table.column_names if not column.startswith("_")]
@@ -107,10 +106,10 @@ def require_column(table: pa.Table, name: str) -> str:
 
 
 def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
-    """Sort row indexes by a column; a leading minus sorts descending."""
+    """Sort row indexes by a column, descending with a leading minus."""
     name = require_column(table, sort.removeprefix("-"))
     order = "descending" if sort.startswith("-") else "ascending"
-    # Equal values need a fixed order, because pages request a list in parts.
+    # Pages request a list in parts, so equal values need a fixed order.
     keys = [(name, order), *([("sample_id", "ascending")] if name != "sample_id" else [])]
     values = table.select([key for key, _ in keys])
     values = values if len(places) == len(table) else values.take(pa.array(places))
@@ -118,7 +117,7 @@ def ordered(table: pa.Table, places: np.ndarray, sort: str) -> np.ndarray:
 
 
 def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
-    """Return a few rows. Slicing is faster here than `take`, which scans the whole table."""
+    """Return a few rows. `take` would scan the whole table."""
     return [table.slice(place, 1).to_pylist()[0] for place in places.tolist()]
 
 
@@ -127,7 +126,7 @@ def rows_at(table: pa.Table, places: np.ndarray) -> list[dict[str, Any]]:
 PREVIEW = 200
 MOST_TOKENS = 20_000
 MOST_TEXT = 400_000
-"""Maximum number of characters of a text to send."""
+"""Maximum characters of a text to send."""
 MOST_OF_GROUP, MOST_VISITS = 64, 500
 NAMES = {
     "response_logprobs": "logprob",
@@ -140,7 +139,7 @@ NAMES = {
     "advantages": "advantage",
     "token_rewards": "reward",
 }
-"""Token column -> its name on a page; other columns keep their names."""
+"""Maps token columns to names on a page; other columns keep their names."""
 _PAGES = {column: name for name, column in QUERY_NAMES.items()}
 NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
@@ -149,8 +148,7 @@ class SamplePages:
     def __init__(self, index: SampleIndex) -> None:
         self._index = index
         self._grouped: tuple[object, pa.Table, _Groups] | None = None
-        """(query, table, groups) of the last group query, kept because a page requests a list in
-        parts."""
+        """(query, table, groups) of the last group query; pages request a list in parts."""
 
     def samples(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
         table = self._index.table()
@@ -162,8 +160,8 @@ class SamplePages:
         return {"total": len(places), "columns": columns, "rows": rows, **self._state}
 
     def groups(self, filters: str, search: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a part of the list of groups, each with the rewards of its responses. Groups are
-        sorted by step, mean, spread, length or group; a leading minus sorts descending."""
+        """Return a part of the list of groups, with the rewards of their responses. `sort` is step,
+        mean, spread, length or group, descending with a leading minus."""
         table = self._index.table()
         key = self._index.version, filters, search
         if self._grouped is None or self._grouped[0] != key:
@@ -181,7 +179,7 @@ class SamplePages:
         return {"indexed": self._index.progress}
 
     def sample(self, id: int) -> dict[str, Any] | None:
-        """Return one sample, with the text and all columns of its tokens; None if it is not
+        """Return a sample with all columns and the texts of its tokens; None if it is not
         recorded."""
         row = self._index.row(id)
         return None if row is None else _whole(row, {})
@@ -202,7 +200,7 @@ class SamplePages:
         }
 
     def prompt(self, key: str) -> dict[str, Any]:
-        """Return the groups of one prompt over training, in the order of steps."""
+        """Return the groups of a prompt, in the order of steps."""
         table = self._index.table()
         places = np.flatnonzero(np.asarray(table["prompt_key"].to_numpy(zero_copy_only=False)) == key)
         if not len(places):
@@ -222,7 +220,7 @@ class SamplePages:
 
 
 class _Groups:
-    """The groups of the samples at some row indexes of a table, with their sort keys."""
+    """Groups of the samples at some row indexes of a table, with their sort keys."""
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
         self._places = places
@@ -232,7 +230,7 @@ class _Groups:
         )
         self._rewards = _floats(table, "reward")[places]
         self._rows, self._ends = np.argsort(of_row, kind="stable"), np.cumsum(counts)
-        """Indexes of the rows, group by group, and where each group ends in them."""
+        """Row indexes, group by group, and the end of each group in them."""
 
         def mean(values: np.ndarray) -> np.ndarray:
             return (
@@ -243,7 +241,7 @@ class _Groups:
         self.keys = {
             "step": table["step"].to_numpy()[places[self.first]],
             "mean": rewards,
-            # Rounding may make the difference slightly negative.
+            # Rounding may give slightly negative differences.
             "spread": np.sqrt(np.maximum(mean(self._rewards**2) - rewards**2, 0.0)),
             "length": mean(_floats(table, "length")[places]),
             "group": self.ids,
@@ -279,14 +277,14 @@ class _Groups:
 
 
 def _floats(table: pa.Table, name: str) -> np.ndarray:
-    """Return a column as float64, with nan for null or a missing column."""
+    """Return a column as float64; NaN for null or a missing column."""
     if name not in table.column_names:
         return np.full(len(table), np.nan)
     return np.asarray(table[name].cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
 
 
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of the list: `id`, `group`, `kind`, the scalars and the beginnings of texts."""
+    """Return a line of the list: scalars and the beginnings of texts."""
     cut = {name: _preview(value) if isinstance(value, str) else value for name, value in row.items()}
     return {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
 
@@ -344,7 +342,7 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of a reward by name: columns `reward/NAME` and the JSON of `reward_parts`.
+    """Return the parts of a reward: columns `reward/NAME`, and the JSON in `reward_parts`.
 
     >>> _reward_parts({"reward": 1.1, "reward/style": 0.1, "reward_parts": '{"right": 1.0, "style": 0.1}'})
     {'style': 0.1, 'right': 1.0}
@@ -361,15 +359,15 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's own prompt if it differs from the group's, as for turns of a dialogue."""
+    """Return a row's prompt if it differs from the group's, as for turns of a dialogue."""
     if row.get("prompt") == first.get("prompt") and row.get("prompt_ids") == first.get("prompt_ids"):
         return {}
     return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}
 
 
 def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return the gap and ratio between trainer and generator for each token, if trainer
-    log-probabilities were recorded."""
+    """Return each token's gap and ratio between trainer and generator, if trainer log-probabilities
+    were recorded."""
     own, generated = row.get("old_logprobs"), row.get("response_logprobs")
     if not own or not generated or not len(own) == len(generated) == len(ids):
         return {}

@@ -1,9 +1,7 @@
-"""Split text from chat templates into the turns of a conversation: speakers, tool calls and tool
-results.
+"""Split text from chat templates into turns: speakers, tool calls and tool results.
 
-The turns of a prompt come from its messages, if a column has them, or else from the markers of its
-chat template. A response is one assistant turn, or several with tool results in between. The turns
-of a response are ranges of its tokens, so that each token keeps its values.
+The turns of a prompt come from a column of messages, or else from the markers of its chat template.
+The turns of a response are ranges of its tokens, so that each token keeps its values.
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ MESSAGES = ("prompt_messages", "messages", "context_messages", "turns", "convers
 """Columns with the messages of a prompt, as lists or JSON."""
 MOST_TURNS = 500
 MOST_TEXT = 100_000
-"""Maximum number of characters of a prompt's turn to send."""
+"""Maximum characters of a prompt's turn to send."""
 
 
 def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
-    """Split a text into turns by the markers of its chat template, or return None without markers.
-    `role` is the speaker at the beginning. If empty, text before the first marker is a system turn.
+    """Split a text into turns by the markers of its chat template; None without markers. `role` is
+    the speaker at the beginning; if empty, text before the first marker is a system turn.
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
@@ -96,8 +94,8 @@ def _without_end(text: str, start: int, end: int) -> int:
 
 
 def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a turn: text, thinking, tool calls and tool results. Unmarked text has the
-    kind `otherwise`."""
+    """Yield a turn's text, thinking, tool calls and tool results. Unmarked text has the kind
+    `otherwise`."""
     at = start
     closed = text.find("</think>", start, end)
     if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt ends with <think>
@@ -122,8 +120,7 @@ def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
 
 
 def _called(text: str) -> str:
-    """Return the tool name in a call.
-
+    """
     >>> _called('{"name": "search", "arguments": {}}'), _called("<function=run><parameter=x>1"), _called("?")
     ('search', 'run', 'a tool')
     """
@@ -132,8 +129,8 @@ def _called(text: str) -> str:
 
 
 def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Split a response, given as the text of each token, into turns with token ranges, or return
-    None for a single plain turn."""
+    """Split a response, given as the text of each token, into turns with token ranges; None for a
+    single plain turn."""
     turns = turns_of_text("".join(tokens), "assistant")
     if turns is None:
         return None
@@ -147,8 +144,7 @@ def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of a row's prompt, or None for plain text. The row must have all of its
-    columns."""
+    """Return the turns of a row's prompt; None for plain text."""
     for name in MESSAGES:
         value = row.get(name)
         try:
@@ -157,7 +153,7 @@ def turns_of_prompt(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             continue
         are_turns = isinstance(found, list) and all(isinstance(t, dict) and "role" in t for t in found)
         if found and are_turns:
-            # Columns other than `prompt_messages` may hold the response as their last turn.
+            # Columns other than `prompt_messages` may end with the response.
             has_answer = name != "prompt_messages" and found[-1]["role"] == "assistant"
             before = found[:-1] if has_answer and row.get("response_ids") else found
             return [_of_message(turn) for turn in before[:MOST_TURNS]]
@@ -190,12 +186,12 @@ def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, most: int = MOST_TEXT) -> str:
-    """Return a text, or its beginning and its length if it is longer than `most` characters."""
+    """Cut a text that is longer than `most` characters, and add its length."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 def gist(prompt: str) -> str:
-    """Return the last user or assistant text of a prompt, because prompts often begin alike.
+    """Return the last user or assistant text of a prompt; prompts often begin alike.
 
     >>> gist("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n"), gist("2+2=")
     ('2+2?', '2+2=')
@@ -210,18 +206,18 @@ def gist(prompt: str) -> str:
     return said[-1] if said else prompt
 
 
-# The text of each response token, if the run's tokenizer is on this machine. Nothing is downloaded.
+# Texts of response tokens, if the run's tokenizer is on this machine
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Decoded text of a token with only a part of a character's bytes."""
+"""Decoded text of a token with only some of a character's bytes."""
 LONGEST_CHARACTER = 6
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece marker for a space before a word."""
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer of a run, or None if it is not on this machine."""
+    """Return the run's tokenizer; None if it is not on this machine."""
     groups = config.get("groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         for name in ("tokenizer", "model"):
@@ -251,8 +247,8 @@ def _load(where: str) -> Tokenizer | None:
 
 
 def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, including special ones, or its id without a tokenizer. If
-    several tokens form a character, the first one gets all of it."""
+    """Return the text of each token, including special ones, or its id without a tokenizer. Of
+    several tokens that form a character, the first one gets it."""
     if tokenizer is None:
         return [f"⟨{id}⟩" for id in ids]
     backend = tokenizer.backend
@@ -261,7 +257,7 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     while place < len(ids):
         number, text = 1, backend.decode([ids[place]], skip_special_tokens=False)
         if UNFINISHED in text:
-            # A token may end inside a character, which only decodes with the tokens after it.
+            # The next tokens may complete a character.
             for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
                 longer = backend.decode(list(ids[place : place + more]), skip_special_tokens=False)
                 if UNFINISHED not in longer:

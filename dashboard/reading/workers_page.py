@@ -1,4 +1,4 @@
-"""The workers page: each rank's node, call, memory over time, restarts, last error and log."""
+"""The workers page: each rank's node, call, memory, restarts, last error and log."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from .metrics import numbers, thinned
 from .run_reader import RunReader, nested, read_live
 
 MOST_POINTS = 300
-"""Maximum number of memory readings to send of one worker."""
+"""Maximum number of memory readings of a worker to send."""
 MOST_LOG = 256 << 10
 """[bytes] Maximum part of a log to send at once."""
 TAIL = 64 << 10
-"""[bytes] Size of the end of a log that is sent first."""
+"""[bytes] End of a log to send first."""
 OVER = {Life.DEAD: "dead", Life.ENDED: "ended", Life.UNKNOWN: "unknown"}
-"""Life of a run that is over -> state of all of its workers."""
+"""Maps the life of a run that is over to the state of its workers."""
 
 
 def workers_page(run: RunReader) -> dict[str, Any]:
-    """Return all ranks of all groups, and the driver."""
     live, facts = read_live(run.path), run.facts
     memory, logs = _memory(run.path), _logs(run.path)
     hosts = nested(live, "hosts")
@@ -68,7 +67,6 @@ def _state(group: Mapping[str, Any], rank: int, live: Mapping[str, Any]) -> dict
     for key, state in (("absent", "absent"), ("starting", "starting"), ("lacking", "starting")):
         if rank in group.get(key, ()):
             return {"state": state}
-    # live.json may be some seconds old.
     late_s = max(0.0, time.time() - live.get("at", time.time()))
     for call in group.get("calls", ()):
         if rank in call["waits_for"]:
@@ -77,7 +75,7 @@ def _state(group: Mapping[str, Any], rank: int, live: Mapping[str, Any]) -> dict
 
 
 def _memory(run: Path) -> dict[str, list[list[float]]]:
-    """Return worker -> list of [seconds, resident bytes], thinned."""
+    """Map workers to lists of [seconds, resident bytes], thinned."""
     readings: dict[str, list[np.ndarray]] = {}
     for batch in batches(run / f"{PROCESSES}{STREAM}"):
         workers = np.asarray(batch["worker"].to_pylist())
@@ -107,8 +105,7 @@ def _logs(run: Path) -> dict[str, int]:
 
 def log_part(run: Path, name: str, after: int) -> dict[str, Any]:
     """Return the part of a log after a byte offset, or the log's end for offset 0. `name`, of a log
-    or worker, is looked up among the logs and never used as a path. Raises UserError if there is no
-    such log."""
+    or worker, is never used as a path. Raises UserError if there is no such log."""
     logs = _logs(run)
     file = name if name in logs else f"{name.removesuffix(']').replace('[', '_')}.log"
     if file not in logs:

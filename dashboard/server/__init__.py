@@ -1,4 +1,4 @@
-"""server: the web server of the dashboard. It reads run directories and never calls a driver.
+"""server: the dashboard's web server, which reads run directories and never calls a driver.
 
 serving.py        the process of a dashboard
 app.py            routes, the event stream, and libraries from installed wheels

@@ -1,4 +1,4 @@
-"""The routes of the dashboard. They read files of runs; `stop` and `stacks` also write requests."""
+"""The dashboard's routes. They read files of runs; `stop` and `stacks` also write requests."""
 
 from __future__ import annotations
 
@@ -33,28 +33,25 @@ from ..reading.run_reader import RunReader
 from ..reading.workers_page import log_part, workers_page
 from .safety import Access, Guard
 
-# Event stream: server-sent events that tell pages which parts of which run have changed. One
-# watcher serves all pages.
+# Event stream: server-sent events that tell pages which parts of which run have changed.
 #
 #     event: hello      data: {"runs": ["a", "b"]}
 #     event: changed    data: {"run": "a", "parts": ["metrics", "live"]}
 #     event: runs       data: {"runs": ["a", "b", "c"]}        a run was added or removed
 #     : beat                                                   every BEAT_S, for proxies
 #
-# Weft writes this format, which is only three lines, itself: packages for it install signal
-# handlers.
+# Weft writes the format itself, because packages for it install signal handlers.
 
 
 LOOK_S = 0.25
 """[s] Shortest time between two checks of the files."""
 REST_FACTOR = 10
-"""The watcher sleeps this many times the CPU time of its last check, within LOOK_S and MOST_REST_S.
-It therefore takes about a tenth of a core, even with thousands of runs."""
+"""The watcher sleeps this many times the CPU time of its last check, between LOOK_S and
+MOST_REST_S, so it takes about a tenth of a core."""
 MOST_REST_S = 1.0
 BEAT_S = 15.0
 MAX_WAITING = 100
-"""Maximum number of events queued for a page. A page that falls behind is told to reload
-everything."""
+"""Maximum number of events queued for a page. A page that falls behind must reload everything."""
 
 
 def event(kind: str, data: Any) -> bytes:
@@ -71,14 +68,14 @@ class _EventStream:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._pages: dict[asyncio.Queue[bytes], Collection[str]] = {}
-        """Queue of a page -> the names of its runs, or empty for all."""
+        """Maps the queue of each page to the names of its runs, empty for all."""
         self._states: dict[str, dict[str, object]] = {}
         self._watcher: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
-        """Set when the server shuts down, which ends all streams."""
+        """Set at shutdown; ends all streams."""
 
     async def events(self, runs: Collection[str]) -> AsyncIterator[bytes]:
-        """Yield the events of these runs, or of all if empty, for one page until it disconnects."""
+        """Yield the events of these runs (all if empty) to a page until it disconnects."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._pages[queue] = frozenset(runs)
         if self._watcher is None or self._watcher.done():
@@ -131,19 +128,18 @@ class _EventStream:
         return found, time.thread_time() - began
 
 
-# JavaScript libraries, served from their installed wheels: none is copied into the repository or
-# loaded from the network.
+# JavaScript libraries, served from installed wheels instead of the network or the repository.
 
 
 FILES = {
     "uPlot.js": ("uplot", "static/uPlot.iife.js"),
     "uPlot.css": ("uplot", "static/uPlot.min.css"),
 }
-"""Name under `/static/vendor/` -> (package, path of the file in it)."""
+"""Maps names under `/static/vendor/` to (package, path in it)."""
 
 
 def vendored(name: str) -> Path | None:
-    """Return the path of a library file, or None if it is unknown or its package is missing."""
+    """Return the path of a library file; None if it is unknown or its package is missing."""
     if name not in FILES:
         return None
     package, place = FILES[name]
@@ -199,7 +195,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
     @app.get("/favicon.ico")
     def icon() -> Response:
-        """Browsers request this address on their own, although the pages name another icon."""
+        """Browsers request this address although the pages name another icon."""
         return Response(status_code=204)
 
     @app.get("/")
@@ -210,7 +206,7 @@ def new_app(catalogue: Catalogue, access: Access) -> FastAPI:
 
 
 class _Pages(StaticFiles):
-    """The files of the pages. Browsers revalidate them each time, since Weft may be updated."""
+    """The pages' files. Browsers revalidate them each time, since Weft may be updated."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -221,7 +217,7 @@ class _Pages(StaticFiles):
 def answer(value: Any, status: int = 200) -> Response:
     """Return a value as a JSON response; NaN and infinities become null."""
     try:
-        # Nearly all answers have only finite numbers, so convert only the others.
+        # Fast path: nearly all answers have only finite numbers.
         text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
     except ValueError:
         text = json.dumps(_finite(value), separators=(",", ":"), default=str)
@@ -261,7 +257,6 @@ async def _malformed(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """Answer an unexpected error. The server's log has the traceback."""
     message = f"the files of the run cannot be read: {type(error).__name__}: {error}"[:500]
     return answer({"error": "damaged", "message": message}, 500)
 
@@ -356,7 +351,7 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
 
 
 def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
-    """Add routes with a JSON body or a header, which a form on another site cannot send."""
+    """Add routes with a JSON body or a header, which forms on other sites cannot send."""
 
     @app.post("/api/sql")
     async def sql(asked: _Question) -> Response:
@@ -365,8 +360,8 @@ def _add_requests(app: FastAPI, catalogue: Catalogue) -> None:
                 await run_in_threadpool(lambda: run_pages.sql(catalogue[asked.run], asked.query))
             )
         finally:
-            # Prepare on the server's own thread: the helper process ends with the thread that starts it,
-            # and pool threads end earlier.
+            # Prepare on the server's thread: the helper process ends with the thread that starts
+            # it, and pool threads end early.
             prepare()
 
     @app.post("/api/stop", dependencies=[Depends(_meant)])

@@ -1,7 +1,7 @@
 """Export: one run as a single HTML file that needs no server, network or other files.
 
-The page modules become one inline script, next to the styles and the data. The file's content
-security policy allows only these, by hash.
+The page modules become one inline script. The file's content security policy allows only its own
+scripts and styles, by hash.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from .app import PAGES, new_app, vendored
 from .safety import Access
 
 GROUPS = 50
-"""Number of sample groups per list, as the pages request it."""
+"""Sample groups per list, as the pages request them."""
 MAX_SAMPLES_BYTES = 24 << 20
-"""[bytes] Maximum size of the samples with their tokens. Groups beyond this limit are left out."""
+"""[bytes] Maximum size of the exported samples with their tokens."""
 MOST_UNFOLDED = 8
-"""Maximum number of worker groups whose rank lanes are exported individually. One more timeline has
-the rank lanes of all groups."""
+"""Maximum number of timelines with the ranks of one worker group; one more has the ranks of all."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";?[ \t]*$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async function\*?|function\*?|const|class) +([\w$]+))", re.MULTILINE)
 
 
 def export_run(run: Path, file: Path) -> dict[str, Any]:
-    """Write one run as a single HTML file. Return the file, its bytes, and the number of exported
-    sample groups and of all groups. Raises UserError if there is no such run, or the file cannot be
+    """Write one run as a single HTML file. Return the file, its bytes, and the numbers of exported
+    and of all sample groups. Raises UserError if there is no such run or the file cannot be
     written."""
     catalogue = Catalogue(run)
     if not catalogue.single:
@@ -61,12 +60,12 @@ def export_run(run: Path, file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": len(page.encode()), "groups": groups, "of_groups": total}
 
 
-# The answers that the pages will request
+# The answers to the pages' requests
 
 
 async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
-    """Return address -> answer for a run's pages, and the exported and total number of sample
-    groups."""
+    """Map the addresses that a run's pages request to answers. Also return the exported and the
+    total number of sample groups."""
     answers: dict[str, Any] = {}
 
     async def add(page: str, **values: Any) -> Any:
@@ -98,10 +97,7 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
 
 
 def unfoldings(groups: Sequence[str]) -> list[str]:
-    """Return which groups to unfold in each exported timeline: one of the first groups, or all
-    groups.
-
-    The pages request all groups when the user presses `r`.
+    """Return which groups show their ranks in each exported timeline: one of the first, or all.
 
     >>> unfoldings(["actor"]), unfoldings(["actor", "rollout"]), unfoldings([])
     (['actor'], ['actor', 'rollout', 'actor,rollout'], [])
@@ -121,7 +117,7 @@ def _curves_of(cards: list[dict[str, Any]]) -> list[str]:
 
 
 def address(name: str, values: Mapping[str, Any]) -> str:
-    """Return an address as the pages' `api.js` makes it: with sorted, form-encoded parameters.
+    """Return an address like the pages' `api.js`, with sorted, form-encoded parameters.
 
     >>> address("curves", {"runs": "a b", "names": "reward/mean,x"})
     '/api/curves?names=reward%2Fmean%2Cx&runs=a+b'
@@ -134,10 +130,8 @@ def address(name: str, values: Mapping[str, Any]) -> str:
 
 
 async def ask(app: FastAPI, target: str) -> Any:
-    """Return the dashboard's answer to a request for an address. Raises UserError, with the
-    answer's text, if the answer is an error."""
-    # Call the app directly: HTTP clients limit the length of addresses, and the names of thousands
-    # of metrics exceed this limit.
+    """Return the dashboard's answer at an address. Raises UserError if the answer is an error."""
+    # Call the app directly: thousands of metric names exceed HTTP clients' limits on addresses.
     path, _, query = target.partition("?")
     body, status = bytearray(), [0]
 
@@ -172,7 +166,7 @@ async def ask(app: FastAPI, target: str) -> Any:
 
 
 def _page(answers: Mapping[str, Any]) -> str:
-    """Return the pages' `index.html` with scripts, styles and data inline."""
+    """Return `index.html` with scripts, styles and data inline."""
     html = (PAGES / "index.html").read_text(encoding="utf-8")
     scripts: list[str] = []
     styles: list[str] = []
@@ -196,7 +190,7 @@ def _page(answers: Mapping[str, Any]) -> str:
     html = re.sub(r'<link rel="icon" href="([^"]+)"[^>]*>', icon, html)
     html = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, html)
     html = re.sub(r'<script src="([^"]+)"[^>]*></script>', script, html)
-    # Escape "<", so that no text can end the script element.
+    # Escape "<", which could end the script element.
     data = json.dumps(answers, separators=(",", ":")).replace("<", "\\u003c")
     html = html.replace(
         "</body>", f'<script type="application/json" id="exported">{data}</script>\n</body>'
@@ -213,27 +207,26 @@ def _hashes(texts: list[str]) -> str:
 
 
 def _static(target: str) -> str:
-    """Return the text of a file under `/static/`, or empty if its package is not installed."""
+    """Return the text of a file under `/static/`; empty if its package is not installed."""
     name = target.removeprefix("/static/")
     path = vendored(name.removeprefix("vendor/")) if name.startswith("vendor/") else PAGES / name
     return "" if path is None else path.read_text(encoding="utf-8")
 
 
 def linked(folder: Path) -> str:
-    """Return a module and its imports as one script. Raises UserError if a module has imports or
-    exports of another form than those below.
+    """Return a module and its imports as one script.
 
-    Each module becomes a function that returns its exports. Imports must have the form
-    `import { a, b } from "./NAME.js";` at the beginning of a line. Exports must be functions,
-    constants or classes, exported at their declaration. There must be no cycles.
+    Each module becomes a function that returns its exports. Imports must be lines `import { a, b }
+    from "./NAME.js";` without cycles, and exports functions, constants or classes that are exported
+    at their declaration (otherwise a UserError).
     """
-    # Browsers do not load modules into a page that was opened from a file.
+    # Browsers do not load modules into a page from a file.
     parts = [_as_function(folder / name) for name in dict.fromkeys(_order(folder, ENTRY, ()))]
     return '"use strict";\n' + "\n".join(parts)
 
 
 def _order(folder: Path, name: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Yield modules, each after its imports."""
+    """Yield modules after their imports."""
     if name in above:
         raise UserError(f"modules import each other in a cycle: {' -> '.join((*above, name))}")
     for found in _IMPORT.finditer((folder / name).read_text(encoding="utf-8")):

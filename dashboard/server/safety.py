@@ -38,13 +38,13 @@ MAX_BODY = 1 << 20
 
 @dataclass(frozen=True)
 class Access:
-    """Access rules.
+    """Who may access the dashboard.
 
     Args:
-        token: the token that the dashboard's address contains; empty for none.
+        token: token in the dashboard's address; empty for none.
         names: host names of the address, besides localhost.
-        any_address: whether requests may use any IP address as their host, because the server
-            listens on more than loopback.
+        any_address: allow any IP address as the host of a request, if the server listens on more
+            than loopback.
     """
 
     token: str
@@ -53,8 +53,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie, unique to each dashboard, since browsers share cookies among
-        ports."""
+        """Cookie name, unique to each dashboard because browsers share cookies among ports."""
         return f"weft_{hashlib.sha256(self.token.encode()).hexdigest()[:12]}"
 
     def knows_host(self, host: str) -> bool:
@@ -71,7 +70,7 @@ class Access:
         return self.any_address and _is_address(name)
 
     def knows(self, token: str) -> bool:
-        # The time of the comparison must not reveal how much of a token is right.
+        # The comparison's time must not reveal how much of a token is right.
         return hmac.compare_digest(token.encode(), self.token.encode())
 
 
@@ -106,7 +105,6 @@ class Guard:
         await (refusal or self._app)(scope, receive, with_headers)
 
     def _refuse(self, scope: Scope) -> Response | None:
-        """Return a refusal, or None if the request may pass."""
         headers, access = Headers(scope=scope), self._access
         host = headers.get("host", "")
         if not access.knows_host(host):
@@ -142,8 +140,8 @@ class Guard:
     def _welcome(self, scope: Scope, rest: Mapping[str, str]) -> Response:
         """Store the token in a cookie, and continue without it in the address.
 
-        Uses a page that refreshes: after a link from another site, a redirect would not send a
-        strict cookie.
+        Uses a page that refreshes, because after a link from another site a redirect would not send
+        a strict cookie.
         """
         target = quote(scope["path"], safe="/") + (f"?{urlencode(rest)}" if rest else "")
         target = "/" + target.lstrip("/")  # never an address of another site
@@ -157,12 +155,12 @@ class Guard:
 
 
 def _same_site(headers: Headers, method: str, host: str) -> bool:
-    """Return whether a request comes from this address, the address bar, or a program."""
+    """Return whether a request comes from this site, the address bar or a program."""
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != host:
         return False
     site = headers.get("sec-fetch-site", "none")
     if method in ("GET", "HEAD"):
-        # A person may open the dashboard by a link on another site.
+        # Links on other sites may open the dashboard.
         return site != "cross-site" or headers.get("sec-fetch-mode") == "navigate"
     return site in ("same-origin", "none") and (origin is not None or "sec-fetch-site" not in headers)

@@ -1,5 +1,5 @@
-"""Serving: the process of a dashboard. As a program, it serves the folder of a run, on a socket
-that the run opened."""
+"""The process of a dashboard. As a program, it serves a run's folder on a socket that the run
+opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEAVE_S = 1
 
 
 class Serving:
-    """A dashboard of a folder of runs, or of one run, that listens on a socket (see `Access`)."""
+    """A dashboard of a folder of runs, or of one run."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Serving:
         """Listen on an address.
 
         Args:
-            port: port to listen on; 0 takes a free one.
-            token: token that requests must have. None makes a new one. An empty token turns the
-                check off, and is allowed only on loopback.
+            port: 0 takes a free one.
+            token: token that requests must have; None makes a new one. An empty token, allowed only
+                on loopback, disables the check.
 
         Raises:
             UserError: listening fails, or the address would show the runs without a token.
@@ -67,7 +67,7 @@ class Serving:
             raise UserError(
                 f"--host {host} without a token would show the runs to anyone who can reach this machine; leave --token out to get one"
             )
-        # Skip the name lookup on loopback: a name server that does not answer takes seconds.
+        # An unresponsive name server would take seconds, so skip the lookup on loopback.
         known = () if loopback else (host, socket.gethostname(), socket.getfqdn())
         names = frozenset(name.lower() for name in known)
         token = secrets.token_urlsafe(24) if token is None else token
@@ -79,8 +79,8 @@ class Serving:
         return f"{where}?{urlencode({'token': self.token})}" if self.token else where
 
     def serve(self, idle_s: float = 0.0, goes_on: Callable[[], bool] = lambda: False) -> None:
-        """Serve until the process is asked to end. With `idle_s`, also end after this many seconds
-        without a request, unless `goes_on` says that the run is alive."""
+        """Serve until the process gets a signal. With `idle_s`, also end after this many seconds
+        without a request, unless `goes_on()` is true."""
         app = _LastAsked(self.app)
         config = uvicorn.Config(
             app,
@@ -104,15 +104,15 @@ class Serving:
 
 
 class _LastAsked:
-    """Passes requests on, and records the time of the last one. Each open page has an open request:
-    its event stream."""
+    """Forwards requests, and records the time of the last one. An open page keeps its event stream
+    open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._asked_at, self._open = time.monotonic(), 0
 
     def quiet_s(self) -> float:
-        """Return the seconds since the last request, or 0 while a page is open."""
+        """Return the seconds since the last request; 0 while a page is open."""
         return 0.0 if self._open else time.monotonic() - self._asked_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +142,7 @@ def _listen(host: str, port: int) -> socket.socket:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             family, kind, protocol, _, address = found[0]
             listening = undo.enter_context(socket.socket(family, kind, protocol))
-            # Without this option, the port of a dashboard that has just ended may be refused.
+            # The port of a dashboard that has just ended may otherwise be refused.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)
@@ -153,8 +153,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def main(folder: Path, run: str, descriptor: int, idle_s: float) -> None:
-    """Serve until the run is over and no request has come for `idle_s` seconds."""
-    # Remove the token, so that child processes do not inherit it.
+    """Serve until the run has ended and no request has come for `idle_s` seconds."""
+    # Remove the token from the environment of child processes.
     serving = Serving(socket.socket(fileno=descriptor), folder, os.environ.pop(TOKEN))
     serving.serve(idle_s, lambda: life_of(folder / run)[0] is Life.ALIVE)
 
