@@ -27,13 +27,13 @@ from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Batching delay: with many ranks at work, finished rows wait briefly, so that each reply and each
-# call carries several rows.
+# Batching delay: with many ranks at work, finished rows wait briefly, so that each reply and call
+# carries several rows.
 
 
 MANY_RANKS = 64
-"""[ranks] With at least this many ranks at work, the ranks (`ranks/row_io.py`) and the driver
-(`loop/dispatcher.py`) delay rows, and the driver pauses between turns (`loop/calls.py`)."""
+"""[ranks] With at least this many ranks at work, ranks and driver delay rows, and the driver pauses
+between turns."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -60,7 +60,7 @@ Submit = Callable[[int, Task, "Call"], None]
 # Calls are keys of dictionaries, so they compare by identity.
 @dataclass(eq=False)
 class Call:
-    """A call on a group, from its dispatch until every rank has answered."""
+    """A call on a group, until every rank has answered."""
 
     group: WorkerGroup
     method: str
@@ -71,7 +71,7 @@ class Call:
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
-    """Whether the call completes the batch of an update. An update may run in several parts."""
+    """Whether the call completes an update's batch, which may take several calls."""
     started: float = 0.0
     """[s] Start time on the backend's clock."""
     waiting: set[int] = field(default_factory=set)
@@ -86,7 +86,7 @@ class Call:
     the rows."""
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed or died. Their replies are ignored."""
+    """Ranks that failed or died; the driver ignores their replies."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -199,7 +199,7 @@ class CallRequest:
 
 
 class UnderWay:
-    """Running calls, oldest first, with counts of them, so that a turn need not scan all calls."""
+    """Running calls, oldest first, with counts, so that a turn need not scan all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
@@ -277,7 +277,7 @@ class _Loads:
 
 
 class WorkerGroup:
-    """The running workers of a handle: their ranks, and methods to call them."""
+    """The running workers of a handle, with methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -291,13 +291,14 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group for which the cluster has no room. They are not called."""
+        """Ranks of an elastic group for which the cluster has no room. They get no calls."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """Whether an update has claimed a complete batch, so that the weights will change."""
+        """Whether an update has claimed a complete batch, so that the weights are about to
+        change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -306,13 +307,13 @@ class WorkerGroup:
             dp: [replace(self.mesh[rank], dp=0) for rank in ranks]
             for dp, ranks in self._ranks_of.items()
         }
-        """Replica -> coordinates of its ranks in a call to this replica only."""
+        """Replica -> coordinates of its ranks in a call to it alone."""
         self._loads = _Loads(self._replicas)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
 
-    # Computed on first use, because some workers read their model's files for it.
+    # Computed on first use, because some workers read model files for it.
     @cached_property
     def _row_cost(self) -> RowCost:
         worker = self.handle.worker_class
@@ -370,8 +371,8 @@ class WorkerGroup:
         """Call a method that takes no rows. Return without waiting for replies.
 
         Args:
-            method: Name of a remote method, or REGISTER.
-            ranks: Ranks to call; by default all, and for an elastic group all that are up.
+            method: Remote method, or REGISTER.
+            ranks: By default all; for an elastic group, all that are up.
 
         Raises:
             UserError: The worker does not have this remote method.
@@ -390,8 +391,7 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Return replica -> number of new rows, so that all replicas end up with about equally many
-        unfinished rows. Replicas without new rows are left out."""
+        """Split new rows over the replicas that are up; see `_Loads.spread`."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
@@ -466,8 +466,7 @@ class WorkerGroup:
             raise UserError(
                 f"{dispatch!r} returned {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
             )
-        # A rank with an empty share is called too, because it takes part in the group's
-        # collectives.
+        # Call ranks with an empty share too, because they take part in the group's collectives.
         shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         return shares, {chosen[k] for k in dispatch.collect(mesh)}
 

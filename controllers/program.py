@@ -42,9 +42,9 @@ class _Part:
     place: tuple[int, int]
     text: str
     binds: frozenset[str]
-    """Names that the statement defines or whose objects it changes."""
+    """Names that the statement defines, or whose objects it changes."""
     reads: frozenset[str]
-    """Names of the script that the statement uses, including inside functions."""
+    """Names that the statement uses, including inside functions."""
     calls: str = ""
     """Root name of a call whose result is dropped, such as `table` in `table.update(...)`."""
     star: str = ""
@@ -62,7 +62,7 @@ class _Script:
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """Statements of the script; empty without source text, as in a notebook or `python -c`."""
+        """Statements of the script; empty without source text, as under `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -71,7 +71,6 @@ class _Script:
         return [self._part(node, text) for node in self._top_level(tree.body)]
 
     def has(self, name: str) -> bool:
-        """Whether a statement of the script defines this name."""
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
@@ -79,7 +78,8 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Return the statements that define these names and their dependencies, in script order."""
+        """Return the statements that define these names, and their dependencies, in script
+        order."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -123,8 +123,8 @@ class _Script:
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Yield the statements before the current one. A block that contains the current statement
-        is replaced by the statements in the block."""
+        """Yield the statements before the current one. For a block that contains the current
+        statement, yield the statements in the block."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -169,7 +169,7 @@ class _Script:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Return the names that statements bind, and the global names that they use, including inside
+    """Return the names that statements bind, and the global names that they use, also inside
     functions.
 
     >>> names_of("def area(r): return r * r * PI")
@@ -268,10 +268,9 @@ class Program:
         """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
         self._definitions: dict[str, str] = {}
-        """Name -> text that defines it, for closures and for names of scripts without source
-        text."""
+        """Name -> its definition, for closures and for scripts without source text."""
         self._renamed: set[str] = set()
-        """Names of the program that the script also defines."""
+        """Names that the script also defines."""
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
         made = function(*positional, **arguments)
@@ -282,7 +281,7 @@ class Program:
         return made
 
     def add_statement(self, write: Callable[[], str]) -> None:
-        """Add another statement; `write` returns its text."""
+        """Add a statement; `write` returns its text."""
         self._statements.append(write)
 
     def named(self, name: str) -> str:
@@ -308,8 +307,7 @@ class Program:
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
-        # The script already uses some of the program's names: rename those, and write the lines
-        # again.
+        # Rename the program's names that the script already uses, and write the lines again.
         if own & taken:
             self._renamed = own & taken
             lines = [write() for write in self._statements]
@@ -458,7 +456,7 @@ class Program:
                 self._define(name, value)
 
     def _closure(self, function: FunctionType) -> str:
-        """Return a lambda inline, or a call of a factory function with the values of the free
+        """Return a lambda inline, or a call of a factory function with the values of free
         variables."""
         text, enclosed = factory(function)
         self._define_reads(text, function)
@@ -491,8 +489,8 @@ class Program:
         return free
 
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
-        """Import a name, and return the name that it has in the program: an alias if the script or
-        another import already uses the name."""
+        """Import a name. Return it, or an alias if the script or another import already uses the
+        name."""
         names = self._imports.setdefault(module, {})
         others = {
             n for other, imported in self._imports.items() if other != module for n in imported.values()
@@ -527,7 +525,7 @@ def _literal(value: Any) -> str:
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
     """Return the constructor arguments of an object. Its class must store each as an attribute of
-    the same name, or of that name with a leading underscore."""
+    that name, or with a leading underscore."""
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
         construct is not object.__init__ or getattr(value, "__dict__", None) is None
