@@ -108,7 +108,7 @@ def train(
         lora: Train a LoRA adapter with these settings. The frozen model is also the reference.
         kl: [loss/nat] Coefficient of the KL penalty against the initial model. PPO subtracts it
             from the reward, other methods add it to the loss. 0 switches it off.
-        evaluate_every: [steps] Interval of evaluations; see `held_out`.
+        evaluate_every: [steps] Interval between evaluations; see `held_out`.
         name, root, seed, checkpoint, resume, progress, trackers, dashboard: See `Driver`.
         explain: Print the equivalent program and run nothing.
 
