@@ -1,4 +1,4 @@
-"""Reports to the user during a run: progress, symptoms and trackers.
+"""Reports of a run: progress, symptoms and trackers.
 
 progress.py            decides what to show, and when
 step_line.py           what is shown: the columns of a step, an evaluation, the end of a run
