@@ -38,7 +38,7 @@ Figures = Mapping[str, float | str]
 class _Trial:
     name: str
     claim: str
-    """The documentation's claim that the trial supports, and its page."""
+    """The claim of the documentation that the trial supports, with its page."""
     run: Callable[[Path, bool], Figures]
     """A module-level function (folder for its files, whether to use GPUs). Raises AssertionError on
     failure."""
@@ -387,7 +387,7 @@ def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
-    # By default vLLM takes nine tenths of the free memory: too little would be left for the actor.
+    # By default vLLM takes nine tenths of the free memory, which leaves too little for the actor.
     shared: dict[str, Any] = {"dtype": "bfloat16", "max_context": 512, "kv_cache_gib": 1.0}
     rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, **shared))
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout

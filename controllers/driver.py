@@ -150,9 +150,9 @@ class Driver:
                 reply, a microbatch, an engine step, a scored sample and `Context.advance` count as
                 progress. After this time, Weft replaces the rank, restarts the run from its last
                 checkpoint, or ends the run. The limit also applies to a checkpoint that stops
-                growing, and to the start of workers, which have at least 300 s plus 20 s per GB.
-                None, the default, is 600 s plus 5 s per GB of the largest model. Lower it to detect
-                hangs sooner; raise it if a microbatch or an engine step takes minutes.
+                growing. None, the default, is 600 s plus 5 s per GB of the largest model. Workers
+                may take 300 s plus 20 s per GB to start, or the given limit if it is longer. Lower
+                it to detect hangs sooner; raise it if a microbatch or an engine step takes minutes.
             buffer: Limits of the sample buffer, and where it stores rows. Set it if memory or disk
                 space is short.
             checkpoint: When to save checkpoints, and how many to keep. Set it if the run must

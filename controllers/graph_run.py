@@ -170,8 +170,8 @@ class TrainingRun(GraphRun):
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """Close the step and return its metrics. If generation `overlaps` training, they compare
-        the lengths of trained and generated responses."""
+        """Close the step and return its metrics. If generation `overlaps` training, the metrics
+        compare the lengths of trained and generated responses."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(

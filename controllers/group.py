@@ -307,7 +307,7 @@ class WorkerGroup:
             dp: [replace(self.mesh[rank], dp=0) for rank in ranks]
             for dp, ranks in self._ranks_of.items()
         }
-        """Replica -> coordinates of its ranks in a call to it alone."""
+        """Replica -> coordinates of its ranks in a call to this replica alone."""
         self._loads = _Loads(self._replicas)
 
     def __repr__(self) -> str:
@@ -391,7 +391,7 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Split new rows over the replicas that are up; see `_Loads.spread`."""
+        """Split new rows over `replicas`, as `_Loads.spread` does."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(

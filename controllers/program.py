@@ -270,7 +270,7 @@ class Program:
         self._definitions: dict[str, str] = {}
         """Name -> its definition, for closures and for scripts without source text."""
         self._renamed: set[str] = set()
-        """Names that the script also defines."""
+        """Names of the program that the script also defines."""
 
     def assign(self, name: str, function: Callable[..., T], /, *positional: Any, **arguments: Any) -> T:
         made = function(*positional, **arguments)

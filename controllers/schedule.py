@@ -40,8 +40,8 @@ class Share:
 
 
 MAX_REFILLS = 10
-"""Maximum number of times that a step replaces groups that filters dropped. By then it has
-generated eleven batches, so its data or filter is probably wrong."""
+"""Maximum number of times that a step replaces groups that filters dropped. A step that needs more
+has issued prompts eleven times, so its data or filter is probably wrong."""
 
 
 class Stepwise(Config):
@@ -86,8 +86,8 @@ class Stepwise(Config):
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
-        """Return how many groups of the current step have passed the filters of every update,
-        whether claimed or not."""
+        """Return how many groups of the current step have passed the filters before every update,
+        claimed or not."""
         return min(self._reached(train), default=0)
 
     def _reached(self, train: TrainingRun) -> list[int]:
@@ -149,9 +149,9 @@ class InParts(Stepwise):
     """Settings of schedules that accumulate an update's gradients while groups arrive."""
 
     groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
-    """[groups] Number of finished groups for which an update accumulates gradients at a time, at
-    least one per data-parallel replica. The last part takes the rest of the batch. Raise it for
-    large models, which need full microbatches."""
+    """[groups] Number of finished groups whose gradients an update accumulates at a time, at least
+    one per data-parallel replica. The last part takes the rest of the batch. Raise it for large
+    models, which need full microbatches."""
 
 
 class Pipelined(InParts):

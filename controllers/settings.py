@@ -161,7 +161,7 @@ def compose(
         with redirect_stderr(said):
             settings = tyro.cli(settings_class, default=default, description=about, args=rest)
     except SystemExit as end:
-        # tyro replaces the error by SystemExit, which keeps it as its context.
+        # tyro raises SystemExit instead, with the error as its context.
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__
@@ -343,7 +343,7 @@ def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from the name of each setting in the flags to its flag with the value.
+    """Return a mapping from the name of each given setting to its flag and value.
 
     >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
     {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}

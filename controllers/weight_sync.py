@@ -150,7 +150,7 @@ class WeightSync:
         return requests
 
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
-        """Whether another `every` versions have passed since the follower's last transfer."""
+        """Whether versions since the follower's last transfer include a multiple of `every`."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:

@@ -54,8 +54,8 @@ class Admission:
         Raises:
             StalledError: The step cannot end: filters drop too many rows, or the buffer is too
                 small.
-            NoSignalError: In the first two steps, filters dropped all groups for their equal
-                rewards.
+            NoSignalError: In the first step, filters dropped all groups of two batches for their
+                equal rewards.
         """
         for evaluation in self._evaluations:
             for step, versions in list(evaluation.due.items()):

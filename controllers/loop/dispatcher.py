@@ -4,7 +4,8 @@
 - A group starts nothing while another group on its pool is busy.
 - Before an update claims groups, the dispatcher sets aside those that are too old. The other groups
   then show whether the batch is complete.
-- An update waits for evaluations of the weights that it would change, and for late recording.
+- An update waits for evaluations of the weights that it would change, and for recording that has
+  fallen behind.
 - If generation overlaps training, evaluation rows go first, because they are few. Otherwise they go
   last, on groups that training leaves idle.
 - Single rows wait briefly for others, so that calls have more rows (`_Gathering`).
@@ -246,7 +247,7 @@ class Dispatcher:
             return None
         if not group.is_free(to_join=self._joins(node)):
             return None
-        # The new weights wait for the evaluation, so it must not wait for them.
+        # The new weights wait for the evaluation, so the evaluation must not wait for them.
         waits_for_it = isinstance(graph_run, EvaluationRun) and not self._schedule.overlaps
         if self._weights.holds_back(group) and not waits_for_it:
             return None

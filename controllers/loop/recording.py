@@ -3,8 +3,8 @@
 Weft records a group when all other nodes are done with it, under the step that trained on it. In a
 graph without updates, that is the step that issued it; in an evaluation, the evaluated step.
 
-Steps and checkpoints do not wait for recording. Updates wait if it is MAX_BEHIND steps behind,
-because unwritten rows stay in the buffer. A resumed run records the rest.
+Steps and checkpoints do not wait for recording. Updates wait if recording is MAX_BEHIND steps
+behind, because unwritten rows stay in the buffer. A resumed run records the rest.
 """
 
 from __future__ import annotations

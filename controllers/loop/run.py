@@ -16,7 +16,7 @@
 - dispatch runs a node when it has rows and its group and pool are free. An update also waits until
   followers have read the previous weights, evaluations of these weights are over, and recording has
   caught up.
-- settle waits for replies, until a deadline or for at most a second.
+- settle waits for replies, at most until a deadline or for a second.
 - close waits for the step's update. On-policy schedules also wait for the transfer of the weights
   and for evaluations.
 - save begins a checkpoint between updates. While one is due, the loop admits and dispatches

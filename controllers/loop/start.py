@@ -101,8 +101,8 @@ driver's time, although objects of rows form no cycles."""
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Collect garbage less often if `seldom`: False if workers share the process, because their
-    garbage may hold tensors."""
+    """Collect garbage less often in the block. Pass False if workers share the process, because
+    their garbage may hold tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)

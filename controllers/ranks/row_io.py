@@ -157,10 +157,10 @@ def _joined(parts: list[Children]) -> Children:
 class Publisher:
     """Checks and writes a call's results, at once or in parts.
 
-    - A map, group or filter returns each given row at most once; a map or group, all of them.
-    - An expansion returns new rows of given rows, their parents: all rows of a parent in order, or
-      `Children` with numbers. Each row gets the sample id reserved for its parent and number. Rows
-      published earlier are skipped.
+    - A map or group returns each given row once; a filter, at most once.
+    - An expansion returns new rows made from given rows (their parents): all rows of a parent in
+      order, or `Children` with their numbers. Each new row gets the sample id reserved for its
+      parent and number. The publisher skips rows that were published earlier.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:

@@ -31,7 +31,7 @@ def start_dashboard(run: Path) -> str:
         The address, with its token.
 
     Raises:
-        OSError: no port is free, or the process cannot be started.
+        OSError: No port is free, or the process cannot be started.
     """
     token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening:

@@ -41,7 +41,7 @@ class _Symptom:
     steps: int = 1
     """Measured steps in a row that must show the symptom; 0 if `shows` considers earlier steps."""
     spoils: bool = False
-    """Whether the weights are spoiled, so that the run must not save them."""
+    """Whether the symptom spoils the weights, so that the run must not save them."""
 
 
 class _Past:
