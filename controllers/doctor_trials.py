@@ -40,8 +40,7 @@ class _Trial:
     claim: str
     """The claim of the documentation that the trial supports, with its page."""
     run: Callable[[Path, bool], Figures]
-    """A module-level function (folder for its files, whether to use GPUs). Raises AssertionError on
-    failure."""
+    """Module-level function of (folder, whether to use GPUs). Raises AssertionError on failure."""
     deadline_s: float
     skipped_on_cpu: str = ""
     """Reason to skip the trial without GPUs; empty to run it."""
@@ -103,8 +102,7 @@ def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
             # A trial that has ended may have left child processes.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            # Briefly: a process that is blocked in a device driver ends only when the device
-            # answers.
+            # Briefly: a process that hangs in a device driver ends when the device answers.
             child.wait(0.5)
             child.close_input()
             child.stdout.close()

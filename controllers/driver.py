@@ -347,8 +347,7 @@ class Driver:
         """Restart from the last checkpoint, at most MAX_RESTARTS times from the same one."""
         while True:
             latest = next(iter(complete_checkpoints(self.directory.path / CHECKPOINTS)), None)
-            # A deterministic error would repeat after each restart, so limit restarts from one
-            # checkpoint.
+            # A deterministic error would repeat after each restart from one checkpoint.
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:

@@ -75,8 +75,7 @@ class GraphRun(ABC):
         return len(chosen)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. For a node that writes no columns, first publish empty
-        results."""
+        """Finish the rows of a lease. For nodes without columns, first publish empty results."""
         if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
@@ -224,7 +223,7 @@ class EvaluationRun(GraphRun):
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
         """Queue a step for evaluation, unless its evaluation has begun or is over. `versions` maps
-        groups to the versions that they must have."""
+        groups to required versions."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 

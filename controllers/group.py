@@ -27,13 +27,12 @@ from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Batching delay: with many ranks at work, finished rows wait briefly, so that each reply and call
-# carries several rows.
+# Batching delay: with many ranks at work, rows wait briefly, so that a reply or call carries
+# several.
 
 
 MANY_RANKS = 64
-"""[ranks] With at least this many ranks at work, ranks and driver delay rows, and the driver pauses
-between turns."""
+"""[ranks] From this many ranks at work, ranks and driver delay rows to send more at once."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -82,8 +81,7 @@ class Call:
     answered: dict[int, float] = field(default_factory=dict)
     """[s] Rank -> time of its final reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Replica -> ids of the samples that it got by load; empty if the dispatch protocol assigned
-    the rows."""
+    """Replica -> ids of samples that it got by load; empty if a dispatch protocol assigned them."""
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     """Ranks that failed or died; the driver ignores their replies."""
@@ -173,8 +171,7 @@ Then = Callable[[Call], "Iterable[CallRequest]"]
 
 @dataclass(frozen=True, eq=False)
 class CallRequest:
-    """Request to call a method: on the rows of a lease, or without rows on `ranks` (None: all
-    ranks)."""
+    """Request to call a method on the rows of a lease, or without rows on `ranks` (None: all)."""
 
     group: WorkerGroup
     method: str
@@ -297,8 +294,7 @@ class WorkerGroup:
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """Whether an update has claimed a complete batch, so that the weights are about to
-        change."""
+        """Whether an update has claimed a complete batch, so the weights will change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -362,8 +358,7 @@ class WorkerGroup:
         return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
 
     def is_free(self, *, to_join: bool) -> bool:
-        """Whether a new call can begin: no call is running or, with `to_join`, all running calls
-        are interruptible."""
+        """Whether no call is running or, with `to_join`, all running calls are interruptible."""
         calls = self.at_work
         return not len(calls) or (to_join and calls.interruptible == len(calls))
 
@@ -379,8 +374,7 @@ class WorkerGroup:
         """
         if method != REGISTER:
             self._dispatch(method)
-        # A fixed group also calls ranks that are being replaced; they answer once they are up. An
-        # elastic group skips them.
+        # In a fixed group, ranks that are being replaced answer once they are up.
         every = self.up if self.place.is_elastic else range(len(self.mesh))
         called = every if ranks is None else ranks
         call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
@@ -471,8 +465,7 @@ class WorkerGroup:
         return shares, {chosen[k] for k in dispatch.collect(mesh)}
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
-        """Return the ranks of a call, and their coordinates with data-parallel replicas numbered
-        from 0."""
+        """Return the ranks of a call, and their coordinates with replicas numbered from 0."""
         if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
             return range(len(self.mesh)), self.mesh
         if replica is not None:

@@ -224,8 +224,7 @@ def _with_nodes(
     blocks: Sequence[tuple[Place, int]],
     nodes: Nodes,
 ) -> list[ResourcePool]:
-    """Fill in the number of nodes of pools that share nodes: the user's number, or else as few as
-    can hold the pools."""
+    """Fill in the number of nodes of pools that share nodes: the user's, or as few as possible."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
     # The root's number of nodes must divide the devices and ranks of all these pools.
@@ -326,8 +325,7 @@ def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
 
 
 def machine_cpus() -> int:
-    """Return the number of CPUs that this process may use; for another machine, at least four per
-    GPU."""
+    """Return the CPUs that this process may use; for another machine, at least four per GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 

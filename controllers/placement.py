@@ -189,8 +189,8 @@ OWN = "'s own"
 """Suffix of the pool's name for a group that is not in the placement."""
 
 Placement = Mapping[str, Place]
-"""Group name -> place. A group without a place runs as one rank on a free CPU, or on the CPUs of
-idle groups."""
+"""Group name -> place. Other groups run as one rank on a free CPU, or on the CPUs of idle
+groups."""
 
 
 def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:

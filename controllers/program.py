@@ -78,8 +78,7 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Return the statements that define these names, and their dependencies, in script
-        order."""
+        """Return the statements that define these names and their dependencies, in order."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -101,8 +100,7 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call whose result is dropped, such as `fill(table)`, may change the object of
-        one of these names."""
+        """Whether a call such as `fill(table)` may change the object of one of these names."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -115,8 +113,7 @@ class _Script:
         return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
-        """Return the index of the `from module import *` that provides this name; None if another
-        statement defines it."""
+        """Return the index of the `from module import *` that provides this name, or None."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
@@ -358,16 +355,14 @@ class Program:
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
-            # Sort by `repr`: the text must not depend on hashes, and elements may not be
-            # comparable.
+            # By `repr`: the text must not depend on hashes, and elements may not compare.
             return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Return the text of any other object: its name in the script or a module, or a call that
-        constructs it."""
+        """Return the text of another object: its name, or a call that constructs it."""
         name = self._script.name_of(value)
         if name is not None:
             self._needs.add(name)
@@ -387,8 +382,7 @@ class Program:
         return self.call_text(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
-        """Return the text of a function or class: its name, or for a closure, a call that creates
-        it."""
+        """Return the name of a function or class or, for a closure, a call that creates it."""
         if inspect.ismethod(function):
             owner = function.__self__
             return f"{self.expression(owner)}.{function.__name__}"
@@ -456,8 +450,7 @@ class Program:
                 self._define(name, value)
 
     def _closure(self, function: FunctionType) -> str:
-        """Return a lambda inline, or a call of a factory function with the values of free
-        variables."""
+        """Return a lambda inline, or a call of a factory function with the free variables."""
         text, enclosed = factory(function)
         self._define_reads(text, function)
         values = inspect.getclosurevars(function).nonlocals
@@ -489,8 +482,7 @@ class Program:
         return free
 
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
-        """Import a name. Return it, or an alias if the script or another import already uses the
-        name."""
+        """Import a name. Return it, or an alias if the script or another import uses it."""
         names = self._imports.setdefault(module, {})
         others = {
             n for other, imported in self._imports.items() if other != module for n in imported.values()

@@ -53,7 +53,7 @@ class Stepwise(Config):
     """[groups] Number of groups in a training batch, one per prompt. Raise it if the gradient is
     noisy or devices are idle; lower it if steps take too long."""
     shuffle: bool = True
-    """Shuffle the prompts in each epoch, with the run's seed. Set it to False if their order
+    """Shuffle the prompts in each epoch, by the run's seed. Set it to False if their order
     matters."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
@@ -86,8 +86,8 @@ class Stepwise(Config):
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
-        """Return how many groups of the current step have passed the filters before every update,
-        claimed or not."""
+        """Return how many groups of the step have passed the filters before all updates, claimed or
+        not."""
         return min(self._reached(train), default=0)
 
     def _reached(self, train: TrainingRun) -> list[int]:
@@ -196,8 +196,7 @@ class Asynchronous(InParts):
     def admit(self, train: TrainingRun) -> int:
         if not self.overlaps:
             return super().admit(train)
-        # Request all groups for the rest of the run; the buffer's capacity limits how many are
-        # issued.
+        # Request all groups for the rest of the run; the buffer's capacity is the limit.
         still = (train.taken[n.name] + train.ledger.readiness.unclaimed(n) for n in train.updates)
         return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 

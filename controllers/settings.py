@@ -173,8 +173,7 @@ def compose(
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
-    """Check the names of all flags, and the values of flags with a single value. tyro checks the
-    rest."""
+    """Check the names of all flags, and single values. tyro checks the rest."""
     leaves = dict(_leaves(settings_class))
     if any(config_of(field.annotation) for field in leaves.values()):
         return  # for alternatives, tyro makes subcommands with separate flags
@@ -310,8 +309,7 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
-    """Return settings from the file and the defaults, not yet validated as a whole, because a flag
-    may fix them."""
+    """Return settings from the file and defaults, unvalidated, because a flag may fix them."""
     import tyro
 
     values: dict[str, Any] = {}
@@ -391,8 +389,7 @@ def _placed(
 
 
 def _names_of(settings_class: type[Config], name: str, above: str = "") -> Iterator[str]:
-    """Yield the prefix of each setting of this class, such as `lora.`; '' for the outermost
-    class."""
+    """Yield the prefix of each setting of this class, such as `lora.`; '' for the outermost."""
     if settings_class.__name__ == name:
         yield above
     for field, about in settings_class.model_fields.items():

@@ -76,8 +76,7 @@ def write_line(line: str) -> None:
 
 
 def hold_streams() -> None:
-    """Open the null device for closed standard streams. Otherwise the next opened file would get
-    their descriptor."""
+    """Open the null device for closed standard streams, so that no file gets their descriptors."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -182,8 +181,7 @@ def _handled(
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has no handler, or Ray's, which would end a later run without a
-    checkpoint."""
+    """Whether a signal has no handler or Ray's, which would end a run without a checkpoint."""
     handler = signal.getsignal(number)
     unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"

@@ -282,8 +282,7 @@ class _SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """Return the nodes of the cluster at `RAY_ADDRESS`, which Ray sets in a job; without it, this
-    machine."""
+    """Return the nodes of the cluster at `RAY_ADDRESS`, set in Ray jobs, or this machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()

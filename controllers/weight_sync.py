@@ -88,8 +88,7 @@ class WeightSync:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group must not start calls, because it receives weights once its calls are
-        done."""
+        """Whether a group must start no calls, because it waits to receive weights."""
         return group.name in self._waiting
 
     def is_read(self, group: WorkerGroup) -> bool:
@@ -97,8 +96,7 @@ class WeightSync:
         return group.name in self._owing
 
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the current weights to followers that are due and ready. Those that are not ready
-        get them later."""
+        """Send the current weights to due followers: at once if ready, otherwise later."""
         group = self._groups[leader]
         if leader in self._owing or group.updating:  # each ends with another `publish`
             return []

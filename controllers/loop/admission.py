@@ -129,8 +129,7 @@ class Admission:
             self._alert(SHORT_STEP, f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation may begin. `versions` maps its groups to the versions that they
-        must have."""
+        """Whether an evaluation may begin. `versions` maps groups to required versions."""
         # Training waits for the evaluation, and the evaluation waits for all running calls.
         if self._holds_training:
             idle = all(call.behind for call in self._calls.at_work) and not self._calls.beside_the_graph

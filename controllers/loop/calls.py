@@ -236,8 +236,7 @@ class Calls:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def withdraw_rows(self) -> None:
-        """Tell calls which rows a complete quorum no longer needs, and cancel generating calls with
-        an expired lease."""
+        """Tell calls which rows a quorum no longer needs; cancel generation whose lease expired."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():
@@ -255,8 +254,7 @@ class Calls:
         return [c for c in self.under_way if c.ledger is ledger and c.lease and c.lease.token in leases]
 
     def _queue_repairs(self, requests: Iterable[CallRequest]) -> None:
-        """Queue requests that repair a failure, and end calls that lost their last waiting
-        ranks."""
+        """Queue the repairs of a failure, and end calls that lost their last waiting ranks."""
         self.queue(requests)
         for call in [c for c in self.under_way if c.done]:
             self._end(call)

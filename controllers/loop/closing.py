@@ -65,8 +65,7 @@ class Closing:
 
     @property
     def step_is_over(self) -> bool:
-        # On-policy, wait for new weights and evaluations, so that no checkpoint contains a running
-        # evaluation.
+        # On-policy, wait for weights and evaluations, so checkpoints hold no running evaluation.
         if not self._spec.schedule.overlaps and (
             self._calls.beside_the_graph or self._weights.under_way or self._graph_runs.evaluating
         ):

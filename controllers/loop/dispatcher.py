@@ -140,8 +140,7 @@ class Dispatcher:
 
     @property
     def next_due_s(self) -> float | None:
-        """[s] When the next delay ends and a node can start, on the run's clock; None without
-        delays."""
+        """[s] End of the next delay, when a node can start, on the run's clock, or None."""
         return self._gathering.next_end_s
 
     @property
@@ -198,8 +197,7 @@ class Dispatcher:
         return True
 
     def record(self, *, hurry: bool) -> None:
-        """Let the recorder write finished rows if idle; with `hurry`, also less than a step's
-        rows."""
+        """Let an idle recorder write finished rows; with `hurry`, also less than a step's."""
         recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         for graph_run in self._graph_runs if idle else ():
@@ -278,8 +276,7 @@ class Dispatcher:
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call. If the node's calls may overlap, the least loaded replicas
-        get the rows."""
+        """Claim rows and request a call, on the least loaded replicas if calls may overlap."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
@@ -346,8 +343,7 @@ class Dispatcher:
         assert node is not None and lease is not None
         completes = node.operation.updates and call.last
         held = graph_run.ledger.leases.holds(lease)
-        # Without the lease, metrics count only if published rows do; otherwise another call
-        # measures them again.
+        # Without the lease, metrics count only if published rows do; other rows are measured again.
         if held or publishes_as_it_goes(node):
             measured = merge(call.metrics)
             graph_run.add_metrics(

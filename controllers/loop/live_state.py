@@ -60,8 +60,7 @@ class LiveState:
         self._requests = RunRequests(run, epoch)
         self._looked = -EVERY_S
         self._seen: dict[str, dict[int, float]] = {}
-        """Kind of object, such as a graph's leases -> object's number -> time when it was first
-        seen."""
+        """Kind of object, such as a graph's leases -> number -> time when first seen."""
         self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
         self._past = defaultdict(deque)
         """Graph -> list of (past time, node -> (rows that had arrived, rows that had left))."""

@@ -101,8 +101,7 @@ def with_recording(graph: Graph) -> Graph:
 
 
 def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:
-    """Whether a step's groups or a whole evaluation are ready to record; with `hurry`, whether any
-    group is."""
+    """Whether a step's groups, a whole evaluation or, with `hurry`, any group can be recorded."""
     ready = graph_run.ledger.readiness.ready_groups(node)
     if isinstance(graph_run, EvaluationRun):
         complete = not graph_run.ledger.live.groups_at_work

@@ -304,8 +304,7 @@ class Run:
         )
 
     def _save_to_the_end(self, *, again: bool = False) -> None:
-        """Save the current step and wait for the disk; with `again`, even if the step has a
-        checkpoint."""
+        """Save the current step and wait; with `again`, even if the step has a checkpoint."""
 
         def is_saved() -> bool:
             self._save()
@@ -331,8 +330,7 @@ class Run:
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether no update has claimed a part of its batch, and training does not wait for an
-        evaluation."""
+        """Whether no update has claimed part of a batch, and training waits for no evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         waits = evaluating and self._spec.evaluations_hold_training
         return not waits and not any(self._train.taken.values())

@@ -1,5 +1,4 @@
-"""Start a run: open its buffer, start its worker groups, and give graphs ledgers and data
-positions."""
+"""Start a run: its buffer, its worker groups, and each graph's ledger and place in the data."""
 
 from __future__ import annotations
 
@@ -254,7 +253,6 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """Return the number of tokens of each row, [source rows]; only prompt tokens if a node makes
-    new rows."""
+    """[source rows] Count the tokens of each row; only prompt tokens if a node makes new rows."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

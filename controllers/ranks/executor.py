@@ -85,8 +85,7 @@ class CallOrder(Generic[C]):
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """Remove a call and return it. If it has not arrived, return None and drop it on
-        arrival."""
+        """Remove and return a call. If it has not arrived, return None and drop it on arrival."""
         call = self.find(number)
         if call is None:
             self._cancelled.add(number)

@@ -285,8 +285,7 @@ class Publisher:
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """Return new rows, their sample ids and parent ids (both [rows] int64), and finished
-        parents."""
+        """Return new rows, their sample and parent ids ([rows] int64), and finished parents."""
         if isinstance(rows, Children):
             batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
             parents = batch.numpy(PARENT_ID).astype(np.int64)

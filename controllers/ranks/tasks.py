@@ -71,8 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply to a call. The last one has `done` or `failure`. An empty one says that the rank is
-    alive."""
+    """A reply to a call. The last has `done` or `failure`; an empty one says the rank is alive."""
 
     published: Published | None = None
     segment: Segment | None = None

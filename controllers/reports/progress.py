@@ -96,8 +96,7 @@ class Progress:
         return type(self._display) is not Display
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
-        """Show how Weft interpreted each source or, unless `in_full`, only how many rows it left
-        out."""
+        """Show how Weft read each source or, unless `in_full`, how many rows it left out."""
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
             if in_full and understood is not None:

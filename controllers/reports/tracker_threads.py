@@ -293,8 +293,7 @@ class TrackerThreads:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def end_all(self, *, finished: bool) -> None:
-        """Let the trackers send the rest, and wait FINISH_S, or LEAVE_S if the run failed or was
-        stopped."""
+        """Let trackers send the rest: wait FINISH_S, or LEAVE_S if the run did not finish."""
         threads, self._threads = self._threads, []
         for one in threads:
             one.say_ended(FINISHED if finished else FAILED)

@@ -49,8 +49,7 @@ class Tracker(Protocol):
     """
 
     overwrites: ClassVar[bool] = False
-    """Whether a run that resumes from a checkpoint sends the steps after it again, as
-    replacements."""
+    """Whether a resumed run sends the steps after its checkpoint again, as replacements."""
 
     def open(self, run: TrackedRun) -> str:
         """Begin or continue a run. Return the `id` for its next start."""
