@@ -1,4 +1,4 @@
-"""Trials of `weft doctor --try` and `--gpu`: small operations of Weft, each in a separate process.
+"""Trials of `weft doctor --try` and `--gpu`: small operations, each in a separate process.
 
 A trial that fails, hangs or crashes does not stop the others.
 """
@@ -38,13 +38,12 @@ Figures = Mapping[str, float | str]
 class _Trial:
     name: str
     claim: str
-    """The claim that the trial supports, and the documentation page that makes it."""
+    """The claim of the documentation that the trial supports, with its page."""
     run: Callable[[Path, bool], Figures]
-    """A module-level function, called with a folder for its files and whether to use GPUs. It
-    raises AssertionError on failure."""
+    """Module-level function of (folder, whether to use GPUs). Raises AssertionError on failure."""
     deadline_s: float
     skipped_on_cpu: str = ""
-    """Reason to skip it without GPUs, or empty to run it on CPUs as well."""
+    """Reason to skip the trial without GPUs; empty to run it."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class _TrialRecord:
 
 
 def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_TrialRecord]:
-    """Run the trials, and print the name of each on standard error when it begins.
+    """Run the trials, and print the name of each when it begins.
 
     Args:
-        gpu: Use the GPUs of this machine; otherwise skip trials that need one.
+        gpu: Use the GPUs of this machine; otherwise skip trials that need some.
         trials: Trials to run; by default, all.
 
     Raises:
@@ -82,8 +81,7 @@ def run_trials(gpu: bool, trials: Sequence[_Trial] | None = None) -> list[_Trial
 
 
 def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
-    """Run a trial in a separate process. At the trial's deadline, kill the process and its
-    children."""
+    """Run a trial in a separate process. At its deadline, kill the process and its children."""
     if trial.skipped_on_cpu and not gpu:
         return _TrialRecord(trial.name, trial.claim, "skipped", 0.0, trial.skipped_on_cpu)
     started, figures = time.monotonic(), {}
@@ -104,8 +102,7 @@ def run_trial(trial: _Trial, gpu: bool) -> _TrialRecord:
             # A trial that has ended may have left child processes.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            # Wait briefly: a process that is blocked in a device driver ends only when the device
-            # answers.
+            # Briefly: a process that hangs in a device driver ends when the device answers.
             child.wait(0.5)
             child.close_input()
             child.stdout.close()
@@ -117,7 +114,7 @@ ANSWER = "answer.json"
 
 
 def _main(place: str, folder: str, device: str) -> None:
-    """Run the function of a trial, and write its error and figures to the file ANSWER."""
+    """Run a trial's function, and write its error and figures to the file ANSWER."""
     os.chdir(folder)
     # Send the output of the trial and of its children to a file.
     os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
@@ -128,7 +125,7 @@ def _main(place: str, folder: str, device: str) -> None:
         figures = dict(run(Path(folder), device == "gpu"))
     except BaseException as error:
         traceback.print_exc()
-        # chr(10), because Python 3.11 allows no backslash in an f-string's expression.
+        # chr(10), because Python 3.11 allows no backslash in an f-string expression.
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     Path(ANSWER).write_text(json.dumps([why, figures]))
     os._exit(0)  # do not wait for threads of libraries
@@ -145,10 +142,10 @@ def table_of(records: list[_TrialRecord]) -> str:
 
 
 def save_random_model(folder: Path, *, large: bool) -> Path:
-    """Save a randomly initialized model of Qwen2's architecture and a tokenizer, without downloads.
+    """Save a randomly initialized Qwen2 model and a tokenizer, without downloads.
 
     Args:
-        large: Use the sizes of Qwen2-0.5B; otherwise tiny sizes, which a CPU trains in seconds.
+        large: Use the sizes of Qwen2-0.5B; otherwise tiny ones, which a CPU trains in seconds.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -189,7 +186,7 @@ def save_random_model(folder: Path, *, large: bool) -> Path:
 
 
 def packed_attention(folder: Path, gpu: bool) -> Figures:
-    """Compare log-probabilities of packed rows with those of eager attention in `transformers`."""
+    """Compare log-probabilities of packed rows with eager attention in `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -219,8 +216,7 @@ def packed_attention(folder: Path, gpu: bool) -> Figures:
 
 
 def weight_sync(folder: Path, gpu: bool) -> Figures:
-    """Publish bfloat16 weights to a generation engine, and compare log-probabilities of its
-    samples."""
+    """Publish bfloat16 weights to an engine, and compare log-probabilities of its samples."""
     import numpy as np
 
     actor, rollout = _pair(folder, gpu)
@@ -242,8 +238,8 @@ def weight_sync(folder: Path, gpu: bool) -> Figures:
 
 
 def colocated(folder: Path, gpu: bool) -> Figures:
-    """Run training and vLLM in turns on one GPU. Each must free its memory when the other runs, and
-    vLLM must then sample the same tokens as before."""
+    """Run training and vLLM in turns on one GPU. Each must free its memory for the other, and vLLM
+    must then sample the same tokens as before."""
     actor, rollout = _pair(folder, gpu)
     both = _used_gib()
     before = _sampled(rollout)[1]
@@ -275,7 +271,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
     ranks = torch.cuda.device_count() if gpu else 2
     collect = partial(_collect, f"file://{folder}/rendezvous", ranks, gpu)
     with multiprocessing.get_context("spawn").Pool(ranks) as pool:  # CUDA does not survive a fork
-        # This raises a rank's error at once, even while the other ranks wait for that rank.
+        # This raises a rank's error at once, even while other ranks wait for it.
         found = pool.imap_unordered(collect, range(ranks))
         slowest = max(found.next(timeout=50) for _ in range(ranks))
     return {
@@ -286,7 +282,7 @@ def collectives(folder: Path, gpu: bool) -> Figures:
 
 
 def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
-    """Check the collectives on one rank, and return the duration of an all-reduce in seconds."""
+    """Check the collectives on one rank. Return the duration of an all-reduce in seconds."""
     import torch
     import torch.distributed as dist
 
@@ -303,7 +299,7 @@ def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
     parts = [torch.empty(1, device=device) for _ in range(ranks)]
     dist.all_gather(parts, torch.tensor([float(rank)], device=device))
     assert [int(part) for part in parts] == list(range(ranks)), f"rank {rank}: gathered {parts}"
-    # The first all-reduce also opened the connections, so time the second.
+    # The first all-reduce also opened the connections.
     started = time.perf_counter()
     dist.all_reduce(numbers)
     if gpu:
@@ -314,7 +310,7 @@ def _collect(rendezvous: str, ranks: int, gpu: bool, rank: int) -> float:
 
 
 def grpo(folder: Path, gpu: bool) -> Figures:
-    """Train a random model for twenty steps of GRPO with `weft.train`."""
+    """Train a random model for twenty GRPO steps with `weft.train`."""
     from .train import train
 
     model = save_random_model(folder / "model", large=gpu)
@@ -346,7 +342,7 @@ def grpo(folder: Path, gpu: bool) -> Figures:
 
 
 def letters(response: str) -> float:
-    """Return the share of characters that are letters, as a cheap reward."""
+    """A cheap reward: the share of characters that are letters."""
     return sum(character.isalpha() for character in response) / max(1, len(response))
 
 
@@ -383,13 +379,13 @@ def _used_gib() -> float:
 
 
 def _pair(folder: Path, gpu: bool) -> tuple[ActorWorker, RolloutWorker]:
-    """Return an actor and a rollout with the same random model, in bfloat16 and in this process."""
+    """Return an actor and a rollout of one random bfloat16 model, in this process."""
     from ..workers.actor import ActorConfig, ActorWorker
     from ..workers.rollout import RolloutConfig, RolloutWorker
 
     model = str(save_random_model(folder / "model", large=gpu))
     engine = "vllm" if gpu else "transformers"
-    # By default vLLM takes nine tenths of the free memory, which would leave too little for the actor.
+    # By default vLLM takes nine tenths of the free memory, which leaves too little for the actor.
     shared: dict[str, Any] = {"dtype": "bfloat16", "max_context": 512, "kv_cache_gib": 1.0}
     rollout = RolloutWorker(RolloutConfig(model=model, engine=engine, **shared))
     return ActorWorker(ActorConfig(model=model, dtype="bfloat16")), rollout
@@ -404,8 +400,7 @@ def _send_weights(actor: ActorWorker, rollout: RolloutWorker) -> None:
 
 
 def _sampled(rollout: RolloutWorker) -> tuple[list[list[int]], list[list[int]], list[Any]]:
-    """Generate a few responses, and return (prompts, responses, log-probabilities of response
-    tokens)."""
+    """Generate responses. Return (prompts, responses, log-probabilities of response tokens)."""
     import numpy as np
 
     from ..algorithms.sampling import Sampling

@@ -54,7 +54,7 @@ from .run_spec import Evaluation, RunHistory, RunSpec
 from .schedule import Training
 from .signals import asked_to_end, can_be_ended, hold_streams, signals_end_runs
 
-# Packages whose versions affect a run's results
+# Packages whose versions affect results
 
 PACKAGES = (
     "weft",
@@ -73,8 +73,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return package name -> installed version, without importing the packages. Packages that are
-    not installed are left out."""
+    """Return package name -> version for the installed packages, without importing them."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -90,19 +89,17 @@ MAX_RESTARTS = 3
 
 @names_arguments
 class Driver:
-    """A training run. The driver checks the settings, starts the workers, runs the schedule and
-    stops the workers.
+    """A training run. Checks the settings, starts the workers, runs the schedule and stops the
+    workers.
 
-    Use it as a context manager. Leaving the `with` block ends every process that the run started,
-    even after an error:
+    Leaving the `with` block ends every process that the run started, even after an error:
 
         with weft.Driver(graph, schedule=weft.Synchronous(steps=100), name="first") as driver:
             metrics = driver.run()
             driver.call(actor, "save", path=driver.directory.path / "model")
 
-    The constructor starts no process. It checks the graphs, settings and placement, and creates the
-    run directory. With checkpoints, `run` restarts from the last one if a worker dies and cannot be
-    replaced.
+    The constructor starts no process. With checkpoints, `run` restarts from the last one if a
+    worker dies and cannot be replaced.
     """
 
     def __init__(
@@ -128,26 +125,25 @@ class Driver:
         dashboard: bool = False,
         settings: object = None,
     ) -> None:
-        """Check the settings and create the run directory.
+        """Check the graphs, settings and placement, and create the run directory.
 
         Args:
-            graph: Required. Give the training graph, the result of calling a `@weft.graph`
-                function.
+            graph: Required. Give the training graph, which a `@weft.graph` function returns.
             schedule: Required. Choose `Synchronous` for exactly on-policy steps, `Pipelined` for
                 the same updates in less time, or `Asynchronous` to generate while training.
             evaluations: Graphs to run on held-out rows, and how often. Give some to measure
-                progress on prompts that are not trained on.
-            placement: Mapping from a group's name to its `Place`. A group without an entry gets one
-                rank on a free CPU. Give entries to choose the number of ranks, nodes and GPUs.
+                progress on unseen prompts.
+            placement: Mapping from a group's name to its `Place`. Give entries to choose the number
+                of ranks, nodes and GPUs; other groups get one rank on a free CPU.
             backend: Where groups run: `Local()` in this process, `RayBackend()` in processes of a
                 Ray cluster, or `Simulated(costs)` on a virtual clock. None, the default, is
                 `Local()`. Choose `RayBackend()` to use several processes.
-            name: Name of the run directory in `root`; by default the current time. Only one driver
-                at a time can use a run. Set it to find and resume the run later.
+            name: Name of the run directory in `root`; by default the current time. Set it to find
+                and resume the run later. Only one driver at a time can use a run.
             root: Folder for run directories. In a cluster job, a relative path starts at
                 `WEFT_ROOT`, or else at `~/weft`. Choose a disk with room for checkpoints.
-            seed: [seed] Seed of sampling, of the order of prompts, and of new parameters. Change it
-                to see how much results vary between seeds.
+            seed: [seed] Seed of sampling, prompt order and new parameters. Change it to see how
+                much results vary between seeds.
             record_every: [steps] Save the samples of every n-th step in the run directory; 0 saves
                 none. Raise it if samples fill the disk.
             call_timeout_s: [s] Longest time that a call on a rank may take without progress. A
@@ -155,44 +151,41 @@ class Driver:
                 progress. After this time, Weft replaces the rank, restarts the run from its last
                 checkpoint, or ends the run. The limit also applies to a checkpoint that stops
                 growing. None, the default, is 600 s plus 5 s per GB of the largest model. Workers
-                have the same time to start, but at least 300 s plus 20 s per GB. Lower it to detect
-                hangs sooner; raise it if a microbatch or an engine step takes minutes.
+                may take 300 s plus 20 s per GB to start, or the given limit if it is longer. Lower
+                it to detect hangs sooner; raise it if a microbatch or an engine step takes minutes.
             buffer: Limits of the sample buffer, and where it stores rows. Set it if memory or disk
                 space is short.
-            checkpoint: When to save checkpoints, and how many to keep. Set it for every run that
-                must survive a failure.
+            checkpoint: When to save checkpoints, and how many to keep. Set it if the run must
+                survive a failure.
             resume: Where to continue from. "none" starts a new run. "latest" continues from the
                 last intact checkpoint of run `name`, or starts a new run if there is none; without
                 `name`, it takes the newest run that has a checkpoint. "weights" does the same but
-                drops the rows in flight: use it if the log is lost or the graph has changed. A path
-                names the run or checkpoint to resume from. Choose "latest" in scripts that restart
-                automatically.
+                drops the rows in flight; use it if the log is lost or the graph has changed. A path
+                names a run or checkpoint. Choose "latest" in scripts that restart automatically.
             progress: Format of the progress output: "rich" (columns and frames), "plain" (lines),
                 "json" (one object per line) or "none". "auto" selects "rich" on a terminal and
                 "plain" elsewhere. Choose "json" if a program reads the output, "none" for tests.
             stop_on: Symptoms that end the run; all others only warn. docs/watching.md lists them.
-                By default, a run ends if, in its first steps, all rewards within each group are
-                equal. Give more symptoms for unattended runs; "short_step" ends a run rather than
-                train on a step that lacks groups.
-            stop: Function that receives the metrics of each step and returns True to end the run
-                early. Give one to stop at a target value.
-            trackers: Trackers that receive the metrics, in addition to the run's files:
-                "tensorboard", "wandb", "mlflow", "trackio", "prometheus", or a class as
-                "module:Class". A tracker that fails or hangs does not affect the run. Choose the
-                ones that you use. Give a mapping such as {"wandb": 8} to also send 8 recorded
-                samples of each step as a table. Their texts leave this machine, so every user of
-                the tracker may read them.
-            dashboard: Serve a web page for the runs in `root` and print its address. The page does
-                not slow down the run, and it closes after an hour without visitors. Set it to watch
-                the run in a browser.
-            settings: Settings of your script, to be stored with the run. Give them to compare runs
-                with `weft diff`.
+                By default, a run ends if all rewards within each group are equal in its first
+                steps. Give more for unattended runs; "short_step" ends a run rather than train on a
+                step that lacks groups.
+            stop: Function that gets the metrics of each step and returns True to end the run. Give
+                one to stop at a target value.
+            trackers: Trackers that also get the metrics: "tensorboard", "wandb", "mlflow",
+                "trackio", "prometheus", or a class as "module:Class". A tracker that fails or hangs
+                does not affect the run. Choose those that you use. A mapping such as {"wandb": 8}
+                also sends 8 recorded samples of each step as a table. Every user of the tracker may
+                read their texts.
+            dashboard: Serve a web page for the runs in `root` and print its address. The page
+                closes after an hour without visitors. Set it to watch the run in a browser.
+            settings: Settings of your script to store with the run. Give them to compare runs with
+                `weft diff`.
 
         Raises:
-            UserError: A setting is wrong. The message has the place, the rule, the value, and the
-                nearest correct name.
+            UserError: A setting is wrong. The message has the place, rule, value, and nearest
+                correct name.
         """
-        # Do this first, because a newly opened file would take the descriptor of a closed stream.
+        # First, because a newly opened file would take the descriptor of a closed stream.
         hold_streams()
         display = display_for(progress)
         check_kinds(
@@ -257,7 +250,7 @@ class Driver:
         self._restarts: Counter[str] = Counter()
         """Checkpoint -> number of automatic restarts from it."""
         self._run: Run | None = None
-        """The running loop; None before the start. A restart replaces it."""
+        """None before the start. A restart replaces it."""
         self._with_dashboard = dashboard
         self._write_config()
 
@@ -275,7 +268,7 @@ class Driver:
         return None if self._run is None or self._run.closed else self._run.buffer
 
     def __enter__(self) -> Driver:
-        """Start the worker groups and send every follower its leader's weights."""
+        """Start the worker groups and send followers their leaders' weights."""
         if self._with_dashboard:
             try:
                 self.say(f"dashboard: {start_dashboard(self.directory.path)}")
@@ -306,8 +299,7 @@ class Driver:
         self._history.trackers.start(self._point.state.step if self._point else None)
 
     def close(self) -> None:
-        """End every process of the run and release its directory, so that another driver can resume
-        the run."""
+        """End every process of the run and release its directory for other drivers."""
         try:
             self._end()
         finally:
@@ -328,13 +320,12 @@ class Driver:
                 self._history.trackers.end_all(finished=self._run is not None and self._run.ended)
 
     def run(self) -> list[dict[str, float]]:
-        """Run to the end of the schedule and return the metrics of every step.
+        """Run to the end of the schedule. Return the metrics of every step.
 
-        If checkpoints are on, SIGTERM, SIGHUP and Ctrl-C make the run save a checkpoint and end,
-        unless the script has its own handlers. The exit code is then 0, or 130 after Ctrl-C.
+        With checkpoints, SIGTERM, SIGHUP and Ctrl-C make the run save one and end, unless the
+        script has its own handlers. The exit code is then 0, or 130 after Ctrl-C.
 
-        If a worker dies and cannot be replaced alone, all groups restart and the run continues from
-        its last checkpoint.
+        If a worker dies and cannot be replaced alone, all groups restart from the last checkpoint.
         """
         run = self._usable()
         try:
@@ -356,8 +347,7 @@ class Driver:
         """Restart from the last checkpoint, at most MAX_RESTARTS times from the same one."""
         while True:
             latest = next(iter(complete_checkpoints(self.directory.path / CHECKPOINTS)), None)
-            # A deterministic error would repeat after each restart, so restarts from one checkpoint
-            # are limited.
+            # A deterministic error would repeat after each restart from one checkpoint.
             if asked_to_end() or latest is None or self._restarts[latest.name] >= MAX_RESTARTS:
                 raise error
             try:
@@ -370,7 +360,7 @@ class Driver:
         self._end()
         lock = self.directory.lock
         assert lock is not None
-        # Begin a new epoch of the lock. This fails if another driver has taken over the run.
+        # This fails if another driver has taken over the run.
         lock.renew()
         try:
             point = find_checkpoint(self.directory.path)
@@ -392,15 +382,15 @@ class Driver:
         self._history.progress.say(text)
 
     def call(self, handle: object, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group outside of `run`, for example to save a model. Return the ranks'
-        results, in rank order.
+        """Call a method of a group outside of `run`, for example to save a model. Return the
+        results in rank order.
 
         Args:
             handle: The group, as `weft.group` returned it.
-            method: Name of a remote method of its workers.
+            method: Remote method of its workers.
 
         Raises:
-            UserError: The run does not have this group, or its workers do not have this method.
+            UserError: The run lacks this group, or its workers lack this method.
         """
         group = next((g for g in self.groups.values() if g.handle is handle), None)
         if group is None:
@@ -420,12 +410,12 @@ class Driver:
 def _checked(
     graph: Graph, evaluations: Sequence[Evaluation], placement: Placement | None, **settings: Any
 ) -> tuple[RunSpec, Mapping[str, Handle]]:
-    """Check the run. Return its specification, and name -> handle of the groups in its graphs."""
+    """Return the run's specification, and name -> handle of the groups in its graphs."""
     names = check_names(evaluations)
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
-    # This changes settings of groups, so call it before the checks that read them.
+    # This changes settings of groups that later checks read.
     agree_on_adapters(handles.values())
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())

@@ -22,8 +22,7 @@ from ..dataflow.source import Cursor
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers to record for metrics: their values and, for estimates, `NAME_low` and
-    `NAME_high`, the ends of a 95 % interval.
+    """Return the values of metrics. Estimates add `NAME_low` and `NAME_high`, a 95 % interval.
 
     >>> {name: round(value, 3) for name, value in values_of({"pass@1": Estimate.of([1.0, 0.0, 1.0, 1.0])}).items()}
     {'pass@1': 0.75, 'pass@1_low': 0.301, 'pass@1_high': 0.954}
@@ -42,7 +41,7 @@ def _writes_nothing(node: Node) -> bool:
 
 @dataclass
 class GraphRun(ABC):
-    """A graph with its ledger and its position in the source."""
+    """A graph, its ledger and its position in the source."""
 
     name: str
     graph: Graph
@@ -66,8 +65,7 @@ class GraphRun(ABC):
         return tuple(n for n in self.graph.nodes if n.operation.behind)
 
     def observes(self, node: Node) -> bool:
-        """Whether a node only reads rows: it writes no column, drops no rows and updates
-        nothing."""
+        """Whether a node only reads rows, to compute metrics."""
         operation = node.operation
         return _writes_nothing(node) and not operation.updates and not operation.behind
 
@@ -77,8 +75,7 @@ class GraphRun(ABC):
         return len(chosen)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
-        """Finish the rows of a lease. For a node that writes no columns, first publish empty
-        results."""
+        """Finish the rows of a lease. For nodes without columns, first publish empty results."""
         if _writes_nothing(lease.node):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
@@ -99,7 +96,7 @@ class TrainingRun(GraphRun):
     start: Cursor = field(default_factory=Cursor)
     """Position in the data at the beginning of the log."""
     step: int = 0
-    """Number of closed steps; each made an update."""
+    """Number of closed steps."""
     begun: bool = False
     """Whether step 0, the start of the run, is closed."""
     stopped: bool = False
@@ -111,10 +108,9 @@ class TrainingRun(GraphRun):
     samples: Counter[str] = field(default_factory=Counter)
     """Update node -> number of rows trained on in the current step."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Update node -> number of tokens in these rows, including prompts."""
+    """Update node -> number of tokens of these rows, including prompts."""
     lengths: defaultdict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    """Update node -> lengths of the responses trained on in the current step, one array per
-    call."""
+    """Update node -> lengths of responses trained on in the current step, one array per call."""
     generated: list[np.ndarray] = field(default_factory=list)
     """Lengths of the responses generated in the current step."""
     issued: int = 0
@@ -122,8 +118,7 @@ class TrainingRun(GraphRun):
     refills: int = 0
     """Number of times that the current step issued more prompts."""
     short_size: int | None = None
-    """[groups] Reduced batch size of the current step if filters left too few groups; otherwise
-    None."""
+    """[groups] Reduced batch size of the current step if filters left too few groups, or None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
 
     @property
@@ -132,13 +127,12 @@ class TrainingRun(GraphRun):
 
     @property
     def step_under_way(self) -> int:
-        """Number of the step in progress, or of the last step if the run is over. 0 is the start of
-        the run."""
+        """Step in progress, or the last step if the run is over. 0 is the start of the run."""
         return self.step + 1 if self.begun and not self.over else self.step
 
     @property
     def cursor(self) -> Cursor:
-        """Position in the data for a resume without the rows in flight."""
+        """Position in the data from which to resume without the rows in flight."""
         return self.start.after(
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )
@@ -171,12 +165,12 @@ class TrainingRun(GraphRun):
         tokens = lease.num_tokens
         self.tokens[name] += int(tokens.sum())
         self.trained[name] += lease.num_groups
-        # A row's tokens include its prompt, whose length is in its group.
+        # A row's tokens include its prompt.
         self.lengths[name].append(tokens - lease.of_groups([group.tokens for group in lease.groups]))
 
     def close(self, *, overlaps: bool) -> dict[str, float]:
-        """Close the step and return its metrics. If generation `overlaps` training, they include
-        how the lengths of trained responses differ from those of generated ones."""
+        """Close the step and return its metrics. If generation `overlaps` training, the metrics
+        compare the lengths of trained and generated responses."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
             trained = self.lengths[self.updates[-1].name]
             self.metrics.append(
@@ -206,11 +200,10 @@ class _EvaluationUnderWay:
 
 @dataclass
 class EvaluationRun(GraphRun):
-    """An evaluation graph and its state. Each evaluated step makes one pass over the graph's
-    source."""
+    """An evaluation graph, which reads its whole source once for each evaluated step."""
 
     due: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """Step whose evaluation has not begun -> group -> version that the group must have first."""
+    """Step whose evaluation has not begun -> group -> version that the group must have."""
     under_way: dict[int, _EvaluationUnderWay] = field(default_factory=dict)
     closed_at: int = -1
 
@@ -229,8 +222,8 @@ class EvaluationRun(GraphRun):
         return group in self.graph.handles and (bool(self.under_way) or due)
 
     def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation with these versions (group -> version), unless its evaluation
-        has begun or is over."""
+        """Queue a step for evaluation, unless its evaluation has begun or is over. `versions` maps
+        groups to required versions."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
@@ -252,9 +245,8 @@ class EvaluationRun(GraphRun):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
     def close(self, step: int, *, overlaps: bool) -> dict[str, float]:
-        """Close the evaluation of a step and return its metrics. They include the oldest and newest
-        version if weights may change during an evaluation (`overlaps`), or did change because a
-        replaced rank could not get the old weights."""
+        """Close the evaluation of a step and return its metrics. With `overlaps`, or if a replaced
+        rank could not get the old weights, they include the oldest and newest version."""
         ended = self.under_way.pop(step)
         self.closed_at = max(self.closed_at, step)
         metrics = values_of(merge(ended.metrics))

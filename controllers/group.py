@@ -27,13 +27,12 @@ from ..workers.worker import Worker, dispatch_of
 from .placement import Place
 from .ranks.tasks import Failure, FailureKind, Reply, RowTask, Task
 
-# Batching delay: with many ranks at work, finished rows wait briefly, so that each reply and each
-# call carries several rows.
+# Batching delay: with many ranks at work, rows wait briefly, so that a reply or call carries
+# several.
 
 
 MANY_RANKS = 64
-"""[ranks] With at least this many ranks at work, the ranks (`ranks/row_io.py`) and the driver
-(`loop/dispatcher.py`) delay rows, and the driver pauses between turns (`loop/calls.py`)."""
+"""[ranks] From this many ranks at work, ranks and driver delay rows to send more at once."""
 RANK_S = 4e-3
 """[s] Delay per rank at work."""
 MAX_S = 2.0
@@ -60,7 +59,7 @@ Submit = Callable[[int, Task, "Call"], None]
 # Calls are keys of dictionaries, so they compare by identity.
 @dataclass(eq=False)
 class Call:
-    """A call on a group, from its dispatch until every rank has answered."""
+    """A call on a group, until every rank has answered."""
 
     group: WorkerGroup
     method: str
@@ -71,7 +70,7 @@ class Call:
     ledger: Ledger | None = None
     lease: Lease | None = None
     last: bool = True
-    """Whether the call completes the batch of an update. An update may run in several parts."""
+    """Whether the call completes an update's batch, which may take several calls."""
     started: float = 0.0
     """[s] Start time on the backend's clock."""
     waiting: set[int] = field(default_factory=set)
@@ -82,11 +81,10 @@ class Call:
     answered: dict[int, float] = field(default_factory=dict)
     """[s] Rank -> time of its final reply, on the backend's clock."""
     by_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Replica -> ids of the samples that it got by load; empty if the dispatch protocol assigned
-    the rows."""
+    """Replica -> ids of samples that it got by load; empty if a dispatch protocol assigned them."""
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    """Ranks that failed or died. Their replies are ignored."""
+    """Ranks that failed or died; the driver ignores their replies."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -173,8 +171,7 @@ Then = Callable[[Call], "Iterable[CallRequest]"]
 
 @dataclass(frozen=True, eq=False)
 class CallRequest:
-    """Request to call a method: on the rows of a lease, or without rows on `ranks` (None: all
-    ranks)."""
+    """Request to call a method on the rows of a lease, or without rows on `ranks` (None: all)."""
 
     group: WorkerGroup
     method: str
@@ -199,7 +196,7 @@ class CallRequest:
 
 
 class UnderWay:
-    """Running calls, oldest first, with counts of them, so that a turn need not scan all calls."""
+    """Running calls, oldest first, with counts, so that a turn need not scan all calls."""
 
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         self._calls: dict[Call, None] = {}
@@ -277,7 +274,7 @@ class _Loads:
 
 
 class WorkerGroup:
-    """The running workers of a handle: their ranks, and methods to call them."""
+    """The running workers of a handle, with methods to call them."""
 
     def __init__(
         self, name: str, handle: Handle, place: Place, mesh: Sequence[Coordinates], submit: Submit
@@ -291,13 +288,13 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group for which the cluster has no room. They are not called."""
+        """Ranks of an elastic group for which the cluster has no room. They get no calls."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()
         """Ranks that are up but have no weights yet. They get no rows."""
         self.updating = False
-        """Whether an update has claimed a complete batch, so that the weights will change."""
+        """Whether an update has claimed a complete batch, so the weights will change."""
         self._ranks_of: dict[int, list[int]] = {}
         for rank, at in enumerate(self.mesh):
             self._ranks_of.setdefault(at.dp, []).append(rank)
@@ -306,13 +303,13 @@ class WorkerGroup:
             dp: [replace(self.mesh[rank], dp=0) for rank in ranks]
             for dp, ranks in self._ranks_of.items()
         }
-        """Replica -> coordinates of its ranks in a call to this replica only."""
+        """Replica -> coordinates of its ranks in a call to this replica alone."""
         self._loads = _Loads(self._replicas)
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
 
-    # Computed on first use, because some workers read their model's files for it.
+    # Computed on first use, because some workers read model files for it.
     @cached_property
     def _row_cost(self) -> RowCost:
         worker = self.handle.worker_class
@@ -361,8 +358,7 @@ class WorkerGroup:
         return UnderWay(c for c in self.calls if not self.out.issuperset(c.ranks))
 
     def is_free(self, *, to_join: bool) -> bool:
-        """Whether a new call can begin: no call is running or, with `to_join`, all running calls
-        are interruptible."""
+        """Whether no call is running or, with `to_join`, all running calls are interruptible."""
         calls = self.at_work
         return not len(calls) or (to_join and calls.interruptible == len(calls))
 
@@ -370,16 +366,15 @@ class WorkerGroup:
         """Call a method that takes no rows. Return without waiting for replies.
 
         Args:
-            method: Name of a remote method, or REGISTER.
-            ranks: Ranks to call; by default all, and for an elastic group all that are up.
+            method: Remote method, or REGISTER.
+            ranks: By default all; for an elastic group, all that are up.
 
         Raises:
             UserError: The worker does not have this remote method.
         """
         if method != REGISTER:
             self._dispatch(method)
-        # A fixed group also calls ranks that are being replaced; they answer once they are up. An
-        # elastic group skips them.
+        # In a fixed group, ranks that are being replaced answer once they are up.
         every = self.up if self.place.is_elastic else range(len(self.mesh))
         called = every if ranks is None else ranks
         call = Call(self, method, tuple(rank for rank in called if rank not in self.absent))
@@ -390,8 +385,7 @@ class WorkerGroup:
         return call
 
     def least_loaded(self, rows: int) -> dict[int, int]:
-        """Return replica -> number of new rows, so that all replicas end up with about equally many
-        unfinished rows. Replicas without new rows are left out."""
+        """Split new rows over `replicas`, as `_Loads.spread` does."""
         return (self._loads.only(self.replicas) if self.out else self._loads).spread(rows)
 
     def call_node(
@@ -466,14 +460,12 @@ class WorkerGroup:
             raise UserError(
                 f"{dispatch!r} returned {len(given)} shares for the {len(mesh)} ranks of {self.name!r}"
             )
-        # A rank with an empty share is called too, because it takes part in the group's
-        # collectives.
+        # Call ranks with an empty share too, because they take part in the group's collectives.
         shares = {rank: share for rank, share in zip(chosen, given, strict=True) if share is not None}
         return shares, {chosen[k] for k in dispatch.collect(mesh)}
 
     def _part(self, replica: int | None) -> tuple[Sequence[int], Sequence[Coordinates]]:
-        """Return the ranks of a call, and their coordinates with data-parallel replicas numbered
-        from 0."""
+        """Return the ranks of a call, and their coordinates with replicas numbered from 0."""
         if replica is None and not self.out and self._replicas == list(range(len(self._replicas))):
             return range(len(self.mesh)), self.mesh
         if replica is not None:

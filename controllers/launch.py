@@ -17,16 +17,15 @@ from .signals import signals_end_script
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
-    """Run `main(settings)` with settings from the command line, and from a YAML or TOML file with
-    `--config FILE`.
+    """Run `main(settings)` with settings from flags and a YAML or TOML file (`--config FILE`).
 
     The type of `main`'s parameter declares the settings.
 
     Return the exit code, after cleaning up:
 
-    - 0: success; also if SIGTERM or SIGHUP ended a run with checkpoints, which saves one first
+    - 0: success; also after SIGTERM or SIGHUP in a run with checkpoints, which saves one first
     - 1: the run cannot continue
-    - 2: the user can fix the error; it is printed without a traceback
+    - 2: an error that the user can fix, printed without a traceback
     - 130: Ctrl-C; a run with checkpoints saves one first
     - 143 (SIGTERM), 129 (SIGHUP): the run has no checkpoints, or a second signal came
 

@@ -1,16 +1,14 @@
-"""Node layout: assigns the nodes and devices of a machine or cluster to pools and ranks. `lay_out`
-raises an error for a placement that asks for more than there is.
+"""Node layout: assigns the nodes and devices of a machine or cluster to pools and ranks.
 
     pool "train", 16 GPUs, nodes of 8      two bundles of 8 GPUs, each on a separate node
     Place(train, ranks=16)                 ranks 0-7 on the first node, 8-15 on the second, one GPU each
     pool "rollout", 4 GPUs, beside "a"     one bundle with the devices of both, first those for "a": they share a node
 
-- A bundle holds the part of a pool that is on one node, and the parts of pools that share this
-  node. The bundles of a pool are on different nodes.
-- Ranks are assigned to nodes in blocks. A replica's ranks are consecutive, so they share a node if
-  they fit.
+- A bundle is the part of a pool on one node, with the parts of pools that share this node. The
+  bundles of a pool are on different nodes.
+- Each node gets a block of consecutive ranks, so a replica's ranks share a node if they fit.
 - A pool without `nodes` gets as few nodes as can hold it.
-- The pool of an elastic group has one bundle for each rank. Each bundle is reserved separately, and
+- The pool of an elastic group has one bundle for each rank. Weft reserves each separately, and
   several may be on one node.
 """
 
@@ -40,7 +38,7 @@ class Nodes:
     where: str
     """Name of the machine or cluster in messages."""
     grow: bool = False
-    """Whether the cluster may grow. If so, a pool that does not fit yet is accepted."""
+    """Whether the cluster may grow, so that pools may exceed the present nodes."""
 
     @property
     def listed(self) -> str:
@@ -50,7 +48,7 @@ class Nodes:
         return sum(cpus <= c and gpus <= g for c, g in self.sizes)
 
     def times(self, cpus: int, gpus: int) -> int:
-        """Return how many bundles of this size fit, each on one node.
+        """Return how many bundles of this size fit.
 
         >>> Nodes([(8, 2), (8, 0), (1, 4)], "the cluster").times(2, 1)
         2
@@ -65,13 +63,13 @@ class Bundle:
     cpus: int
     gpus: int
     first_gpu: Mapping[str, int]
-    """Pool -> index of its first GPU in the bundle. A pool with fewer nodes than the bundle's owner
-    is in some of the bundles only."""
+    """Pool -> index of its first GPU in the bundle. A pool with fewer nodes than the owner is only
+    in some bundles."""
 
 
 class _RankPosition(NamedTuple):
     node_rank: int
-    """Index of the rank's node among the group's nodes, and of its bundle in the pool."""
+    """Index of the rank's node in the group, and of its bundle in the pool."""
     local_rank: int
     nodes: int
 
@@ -87,8 +85,8 @@ def position(place: Place, rank: int) -> _RankPosition:
 
 
 def devices(place: Place, rank: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Return the GPUs that a rank sees. Rank i of every group with as many ranks on the pool sees
-    the same GPUs.
+    """Return the GPUs that a rank sees. Rank i of groups with equally many ranks on a pool sees the
+    same GPUs.
 
     Args:
         place: Place of its group.
@@ -109,11 +107,10 @@ def shares_gpus(placement: Mapping[str, Place], group: str) -> bool:
 
 
 def start_turns(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]) -> list[list[str]]:
-    """Return the start order of groups: one list for each turn, with the groups that start
-    together.
+    """Return the start order of groups: for each turn, the groups that start together.
 
-    Groups on the same GPUs start one after the other. Followers start last, because an inference
-    engine takes the memory that is left.
+    Groups on the same GPUs start in different turns, followers last, because an inference engine
+    takes the memory that is left.
 
     >>> gpu, cpu = ResourcePool("gpu", gpus=1), ResourcePool("cpu")
     >>> places = {"rollout": Place(gpu), "actor": Place(gpu), "reward": Place(cpu), "recorder": Place(cpu)}
@@ -133,8 +130,7 @@ def start_turns(placement: Mapping[str, Place], follows: Iterable[ParameterEdge]
 
 
 def bundles(pools: Iterable[ResourcePool]) -> dict[str, list[Bundle]]:
-    """Return pool -> bundles to reserve. Pools that share the nodes of another pool are in that
-    pool's bundles.
+    """Return pool -> bundles to reserve. Pools beside another pool are in its bundles.
 
     >>> bundles([ResourcePool("a", gpus=2, nodes=1), ResourcePool("b", gpus=4, nodes=1, beside="a")])
     {'a': [Bundle(cpus=6, gpus=6, first_gpu={'a': 0, 'b': 2})]}
@@ -157,12 +153,12 @@ def lay_out(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
     """Return the placement with a number of nodes for every pool. If it does not fit, raise a
-    `UserError` with the requested and the available devices."""
+    `UserError` with the requested and available devices."""
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
     if not nodes.grow:
-        # An elastic group counts with its minimum, because the run can start with that.
+        # The run can start with the minimum of elastic groups.
         _check_totals([*sized, *map(_least, elastic.values())], nodes)
     # A group without a place has one rank, so its pool needs one node.
     laid_out = {name: replace(pool, nodes=1) for name, pool in pools.items() if is_own(pool)}
@@ -198,7 +194,6 @@ def _least(place: Place) -> ResourcePool:
 
 
 def _by_rank(place: Place, nodes: Nodes) -> ResourcePool:
-    """Return the pool of an elastic group, with one bundle per rank."""
     pool = replace(place.pool, nodes=place.ranks)
     one = bundles([pool])[pool.name][0]
     if not nodes.grow and (room := nodes.times(one.cpus, one.gpus)) < (place.min_ranks or 0):
@@ -229,8 +224,7 @@ def _with_nodes(
     blocks: Sequence[tuple[Place, int]],
     nodes: Nodes,
 ) -> list[ResourcePool]:
-    """Fill in the numbers of nodes of pools that share nodes: the numbers that the user gave,
-    otherwise as few as can hold the pools."""
+    """Fill in the number of nodes of pools that share nodes: the user's, or as few as possible."""
     root = family[0]
     inner = [pool for pool in family if pool.nodes is None]  # these get as many nodes as the root
     # The root's number of nodes must divide the devices and ranks of all these pools.
@@ -239,7 +233,7 @@ def _with_nodes(
     numbers = [root.nodes] if root.nodes else [n for n in range(1, limit + 1) if limit % n == 0]
     fits: list[ResourcePool] = []
     for number in numbers:
-        # A number that the user gave for the root may not divide the pools that use it as well.
+        # The user's number for the root may not divide the inner pools.
         if inner and limit % number:
             break
         made = [pool if pool.nodes else replace(pool, nodes=number) for pool in family]
@@ -249,7 +243,7 @@ def _with_nodes(
             continue
         # Bundles differ if a pool has fewer nodes than the root; the largest one must fit.
         largest = max(bundles(made)[root.name], key=lambda bundle: (bundle.gpus, bundle.cpus))
-        # A growing cluster may get such nodes later, if the user gave their number.
+        # A growing cluster may get such nodes later if the user gave their number.
         if nodes.that_hold(largest.cpus, largest.gpus) >= number or (nodes.grow and root.nodes):
             return made
         # Remember the first even layout for the error message.
@@ -284,7 +278,6 @@ def _cannot_lie(
 
 
 def _replica(handle: Handle, name: str, place: Place) -> int:
-    """Return the number of ranks that together hold one copy of the model."""
     for setting in ("tensor_parallel", "sequence_parallel", "pipeline_parallel"):
         if place.ranks % (size := getattr(handle.config, setting, 1)):
             raise UserError(f"{setting}={size} does not divide the {place.ranks} ranks of {name!r}")
@@ -323,7 +316,7 @@ OTHER: ContextVar[_OtherMachine | None] = ContextVar("OTHER", default=None)
 
 @contextmanager
 def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
-    """Within the block, plan for a machine with these GPUs and at least four CPUs per GPU."""
+    """In the block, plan for a machine with these GPUs and at least four CPUs per GPU."""
     before = OTHER.set(_OtherMachine(gpus, gpu_bytes))
     try:
         yield
@@ -332,15 +325,14 @@ def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
 
 
 def machine_cpus() -> int:
-    """Return the number of CPUs that this process may use; when planning for another machine, at
-    least four per GPU."""
+    """Return the CPUs that this process may use; for another machine, at least four per GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 
 def machine_gpus() -> int:
-    """Return the number of NVIDIA GPUs that this process may use, without loading CUDA; when
-    planning for another machine, its number of GPUs."""
+    """Return the number of NVIDIA GPUs that this process may use, without loading CUDA; for another
+    machine, its number of GPUs."""
     if (other := OTHER.get()) is not None:
         return other.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Worker groups that Weft adds to a run: one runs pure functions, one writes samples."""
+"""Worker groups that Weft adds: one runs pure functions, one writes samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ..dataflow.metric_names import FUNCTIONS
 from ..workers.function import FunctionWorker, RecorderConfig, RecorderWorker
 
 RECORDER = "recorder"
-"""The worker group that writes samples."""
 RESERVED = {FUNCTIONS: "runs the functions of graphs", RECORDER: "writes samples"}
 
 
 def group_of(node: Node) -> str:
-    """Name of the worker group that a node runs on."""
+    """Return the name of the worker group that a node runs on."""
     return node.group or FUNCTIONS
 
 

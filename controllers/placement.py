@@ -1,7 +1,6 @@
 """Placement: which pool of devices each worker group runs on.
 
-Groups on the same pool share its devices and take turns. Groups on different pools run at the same
-time.
+Groups on one pool take turns on its devices. Groups on different pools run at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..dataflow.operation import names_arguments
 
 
 def ranks_of_a_replica(config: object) -> int:
-    """Return how many ranks together hold one copy of a group's model and compute the same rows."""
+    """Return the number of ranks that together hold one copy of a group's model."""
     return getattr(config, "replica_ranks", None) or getattr(config, "tensor_parallel", 1)
 
 
@@ -40,7 +39,7 @@ class ResourcePool:
         beside: Name of another pool. This pool gets separate devices on the same nodes.
 
     Raises:
-        UserError: An argument is wrong; the message names it and its rule.
+        UserError: An argument is wrong. The message names the argument and its rule.
     """
 
     name: str
@@ -112,23 +111,22 @@ def _in_all(who: str, kind: str, total: int | None, each: int | None, nodes: int
 @names_arguments
 @dataclass(frozen=True)
 class Place:
-    """A group's place: the pool that it runs on, and its number of ranks.
+    """The pool that a group runs on, and its number of ranks.
 
-    Each rank gets an equal share of the pool's CPUs and GPUs.
+    Ranks get equal shares of the pool's CPUs and GPUs.
 
     A group with `min_ranks` is elastic. A run can start with `min_ranks` ranks, and more join when
-    the cluster has room. Losing a rank, such as a spot instance, costs only the rows that it holds.
-    Each rank is reserved separately, on any node with room. The ranks must be independent: a
-    rollout, a reward, or a worker class that is `replaceable`.
+    the cluster has room. If a rank is lost, for example with a spot instance, only its unfinished
+    rows are computed again. Weft reserves each rank separately, on any node with room. The ranks
+    must be independent: a rollout, a reward, or a worker class that is `replaceable`.
 
     >>> Place(ResourcePool("spot", gpus=16), ranks=16, min_ranks=4).is_elastic
     True
 
     Args:
-        pool: Pool to run on. An elastic group cannot share its pool.
+        pool: An elastic group cannot share its pool.
         ranks: Number of ranks; for an elastic group, the maximum.
-        min_ranks: Number of ranks that an elastic group needs to work. None: the group is not
-            elastic.
+        min_ranks: Number of ranks that an elastic group needs; None for other groups.
 
     Raises:
         UserError: The numbers do not fit the pool or each other.
@@ -191,14 +189,14 @@ OWN = "'s own"
 """Suffix of the pool's name for a group that is not in the placement."""
 
 Placement = Mapping[str, Place]
-"""Group name -> place. A group without one runs as one rank on a free CPU, or on the CPUs of idle
+"""Group name -> place. Other groups run as one rank on a free CPU, or on the CPUs of idle
 groups."""
 
 
 def resolve(placement: Placement | None, groups: Mapping[str, object]) -> dict[str, Place]:
     """Return group name -> place for every group.
 
-    A group that is not in the placement gets one rank on a separate pool.
+    A group without a place gets one rank on a separate pool.
 
     Raises:
         UserError: The placement names an unknown group, two pools share a name, or a pool cannot
@@ -236,8 +234,7 @@ def check_elastic(placement: Placement, groups: Mapping[str, Handle]) -> None:
     """Check that the ranks of elastic groups are independent of each other.
 
     Raises:
-        UserError: The ranks of an elastic group depend on each other. The message names the group,
-            and the groups that can be elastic.
+        UserError: Some are not. The message names the group, and the groups that can be elastic.
     """
     for name, place in placement.items():
         if place.is_elastic and name in groups and not groups[name].worker_class.replaceable:
@@ -253,7 +250,7 @@ def is_own(pool: ResourcePool) -> bool:
 
 
 def check_beside(pools: Mapping[str, ResourcePool]) -> None:
-    """Check that pools can share the nodes that they ask for.
+    """Check `beside` of all pools.
 
     Raises:
         UserError: `beside` names an unknown pool, pools share nodes in a circle, or a

@@ -27,7 +27,7 @@ from .prechecks.dry_run import is_planning, note_pass
 from .schedule import Synchronous
 
 ROW_NUMBER = "row_number"
-"""Temporary column with each row's position in the source."""
+"""Temporary column: each row's position in the source."""
 
 
 def precompute(
@@ -40,22 +40,20 @@ def precompute(
     rows_per_step: int = 4096,
     progress: bool = True,
 ) -> TableSource:
-    """Run a graph once over its source, and return the source with the columns that its nodes
-    write.
+    """Run a graph once over its source. Return the source with the columns that the nodes write.
 
         known = weft.precompute(reference_of_pairs(pairs, reference=reference))
         training = dpo(known, actor=actor)    # any number of epochs, without a reference model
 
-    The groups of the graph run only during this call. The result is an Arrow table; write it to a
-    file to reuse it in other programs: `TableSource(name, pyarrow.parquet.read_table(...))`.
+    The graph's groups run only during this call. The result is an Arrow table. To reuse it in other
+    programs, write it to a file and read it: `TableSource(name, pyarrow.parquet.read_table(...))`.
 
     Args:
         graph: A graph whose nodes only add columns.
-        placement: Where its groups run; see `Driver`.
+        placement: See `Driver`.
         backend: See `Driver`.
-        root: Folder for the run directory. With several machines, it must be on a shared file
-            system.
-        name: Name of the run directory; by default the current time.
+        root: Folder for the run directory; with several machines, on a shared file system.
+        name: Run directory in `root`; by default the current time.
         rows_per_step: Maximum number of rows in the buffer.
         progress: Show progress on the terminal.
 
@@ -75,7 +73,7 @@ def precompute(
     require_folder(Path(root), f"root {str(root)!r}")
     folder = Path(tempfile.mkdtemp(dir=root, prefix=".precompute-")).resolve()
     try:
-        # Rows come back in any order, so each carries its row number.
+        # Rows come back in any order.
         with_numbers = table.append_column(ROW_NUMBER, pa.array(np.arange(number)))
         numbered = TableSource(graph.source.name, with_numbers, file_columns(graph.source))
         nodes = (*graph.nodes, _writing(writers, folder))
@@ -94,13 +92,13 @@ def precompute(
             driver.run()
         found = _in_order(graph, _read(folder))
     finally:
-        # The columns are in memory, so the files are not needed anymore.
+        # The columns are in memory now.
         shutil.rmtree(folder, ignore_errors=True)
     return _with_written(graph, {column: found[column] for column in writers})
 
 
 def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray]) -> TableSource:
-    # A node may overwrite a column; pyarrow would keep both under one name.
+    # pyarrow would keep both columns if a node overwrites one.
     table = graph.source.table.drop_columns([name for name in written if name in graph.source.columns])
     for name, values in written.items():
         table = table.append_column(name, values)
@@ -108,7 +106,7 @@ def _with_written(graph: Graph, written: Mapping[str, pa.Array | pa.ChunkedArray
 
 
 def _writers(graph: Graph) -> dict[str, str]:
-    """Return column -> name of the node that writes it, for columns of the source's rows."""
+    """Return column -> node that writes it, for columns of the source's rows."""
     updating = next((n.name for n in graph.nodes if n.operation.updates), None)
     if updating:
         raise UserError(
@@ -145,7 +143,7 @@ def _in_order(graph: Graph, found: pa.Table) -> pa.Table:
 def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
     kept = rows.select(columns).record
     with (
-        # Calls have different rows, so the id of the first sample makes the file name unique.
+        # Calls have different rows, so the first sample's id makes the file name unique.
         pa.OSFile(str(folder / f"{rows['sample_id'][0].as_py()}.arrow"), "wb") as sink,
         pa.ipc.new_file(sink, kept.schema) as writer,
     ):
@@ -153,7 +151,7 @@ def write_columns(rows: Batch, *, columns: Sequence[str], folder: Path) -> None:
 
 
 def _writing(writers: dict[str, str], folder: Path) -> Node:
-    """Return a node that stores the columns that the other nodes write."""
+    """Return a node that stores the columns of the other nodes."""
     columns = (ROW_NUMBER, *writers)
     declaration = declaration_of(write_columns)
     assert declaration is not None

@@ -42,9 +42,9 @@ class _Part:
     place: tuple[int, int]
     text: str
     binds: frozenset[str]
-    """Names that the statement defines or whose objects it changes."""
+    """Names that the statement defines, or whose objects it changes."""
     reads: frozenset[str]
-    """Names of the script that the statement uses, including inside functions."""
+    """Names that the statement uses, including inside functions."""
     calls: str = ""
     """Root name of a call whose result is dropped, such as `table` in `table.update(...)`."""
     star: str = ""
@@ -62,7 +62,7 @@ class _Script:
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """Statements of the script; empty without source text, as in a notebook or `python -c`."""
+        """Statements of the script; empty without source text, as under `python -c`."""
         text = "".join(linecache.getlines(self._file, vars(self.module)))
         try:
             tree = ast.parse(text)
@@ -71,7 +71,6 @@ class _Script:
         return [self._part(node, text) for node in self._top_level(tree.body)]
 
     def has(self, name: str) -> bool:
-        """Whether a statement of the script defines this name."""
         return any(name in part.binds for part in self.parts) or self._by_star(name) is not None
 
     def name_of(self, value: Any) -> str | None:
@@ -79,7 +78,7 @@ class _Script:
         return next((name for name in found if self.has(name)), None)
 
     def needed(self, names: set[str]) -> list[_Part]:
-        """Return the statements that define these names and their dependencies, in script order."""
+        """Return the statements that define these names and their dependencies, in order."""
         # Search for dependencies until no new names appear.
         known, open_names, chosen = set[str](), set(names), set[int]()
         while open_names:
@@ -101,8 +100,7 @@ class _Script:
         return sorted(wanted, key=lambda part: part.place)
 
     def _changes(self, part: _Part, names: set[str]) -> bool:
-        """Whether a call whose result is dropped, such as `fill(table)`, may change the object of
-        one of these names."""
+        """Whether a call such as `fill(table)` may change the object of one of these names."""
         known = vars(self.module)
         called = known.get(part.calls)
         owner = (
@@ -115,16 +113,15 @@ class _Script:
         return part.calls in names or bool(part.reads & containers)
 
     def _by_star(self, name: str) -> int | None:
-        """Return the index of the `from module import *` that provides this name; None if another
-        statement defines it."""
+        """Return the index of the `from module import *` that provides this name, or None."""
         if any(name in part.binds for part in self.parts) or name not in vars(self.module):
             return None
         stars = [(n, part.star) for n, part in enumerate(self.parts) if part.star]
         return max((n for n, star in stars if hasattr(sys.modules.get(star), name)), default=None)
 
     def _top_level(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Yield the statements before the current one. A block that contains the current statement
-        is replaced by the statements in the block."""
+        """Yield the statements before the current one. For a block that contains the current
+        statement, yield the statements in the block."""
         for node in body:
             if node.lineno > self._line:
                 return
@@ -169,7 +166,7 @@ class _Script:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Return the names that statements bind, and the global names that they use, including inside
+    """Return the names that statements bind, and the global names that they use, also inside
     functions.
 
     >>> names_of("def area(r): return r * r * PI")
@@ -268,8 +265,7 @@ class Program:
         """Module -> imported name -> its alias in the program."""
         self._needs: set[str] = set()
         self._definitions: dict[str, str] = {}
-        """Name -> text that defines it, for closures and for names of scripts without source
-        text."""
+        """Name -> its definition, for closures and for scripts without source text."""
         self._renamed: set[str] = set()
         """Names of the program that the script also defines."""
 
@@ -282,7 +278,7 @@ class Program:
         return made
 
     def add_statement(self, write: Callable[[], str]) -> None:
-        """Add another statement; `write` returns its text."""
+        """Add a statement; `write` returns its text."""
         self._statements.append(write)
 
     def named(self, name: str) -> str:
@@ -308,8 +304,7 @@ class Program:
         own = {name for _, name in self._made} | {"driver", "metrics"}
         needed = self._script.needed(self._needs)
         taken = {*self._needs, *self._definitions, *(name for part in needed for name in part.binds)}
-        # The script already uses some of the program's names: rename those, and write the lines
-        # again.
+        # Rename the program's names that the script already uses, and write the lines again.
         if own & taken:
             self._renamed = own & taken
             lines = [write() for write in self._statements]
@@ -360,16 +355,14 @@ class Program:
             inner = ", ".join(map(self.expression, value))
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
         if isinstance(value, set | frozenset):
-            # Sort by `repr`: the text must not depend on hashes, and elements may not be
-            # comparable.
+            # By `repr`: the text must not depend on hashes, and elements may not compare.
             return self.call_text(type(value), sorted(value, key=repr))
         if _exported(type(value).__name__) is type(value):  # a backend, whose repr shows how to make it
             return f"{PACKAGE}.{value!r}"
         return self._object(value)
 
     def _object(self, value: Any) -> str:
-        """Return the text of any other object: its name in the script or a module, or a call that
-        constructs it."""
+        """Return the text of another object: its name, or a call that constructs it."""
         name = self._script.name_of(value)
         if name is not None:
             self._needs.add(name)
@@ -389,8 +382,7 @@ class Program:
         return self.call_text(type(value), **arguments)
 
     def _name_of(self, function: Any) -> str:
-        """Return the text of a function or class: its name, or for a closure, a call that creates
-        it."""
+        """Return the name of a function or class or, for a closure, a call that creates it."""
         if inspect.ismethod(function):
             owner = function.__self__
             return f"{self.expression(owner)}.{function.__name__}"
@@ -458,8 +450,7 @@ class Program:
                 self._define(name, value)
 
     def _closure(self, function: FunctionType) -> str:
-        """Return a lambda inline, or a call of a factory function with the values of the free
-        variables."""
+        """Return a lambda inline, or a call of a factory function with the free variables."""
         text, enclosed = factory(function)
         self._define_reads(text, function)
         values = inspect.getclosurevars(function).nonlocals
@@ -491,8 +482,7 @@ class Program:
         return free
 
     def _import(self, module: str, name: str, value: Any, *, alias: bool = True) -> str:
-        """Import a name, and return the name that it has in the program: an alias if the script or
-        another import already uses the name."""
+        """Import a name. Return it, or an alias if the script or another import uses it."""
         names = self._imports.setdefault(module, {})
         others = {
             n for other, imported in self._imports.items() if other != module for n in imported.values()
@@ -527,7 +517,7 @@ def _literal(value: Any) -> str:
 
 def _constructor_arguments(value: Any) -> dict[str, Any]:
     """Return the constructor arguments of an object. Its class must store each as an attribute of
-    the same name, or of that name with a leading underscore."""
+    that name, or with a leading underscore."""
     construct = type(value).__init__
     if not inspect.isfunction(construct) and (
         construct is not object.__init__ or getattr(value, "__dict__", None) is None

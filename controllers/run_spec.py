@@ -1,4 +1,4 @@
-"""RunSpec: a checked description of a run. RunHistory: state that survives restarts of the run."""
+"""RunSpec: a checked description of a run. RunHistory: state that survives its restarts."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ class Evaluation:
     """Evaluate a graph on held-out rows: before the first step, after every `every` steps, and
     after the last.
 
-    A run may have several evaluations, each with its rows, name and interval. An evaluation begins
-    when its groups have the weights of its step, and its metrics belong to that step.
+    An evaluation begins when its groups have the weights of its step, and its metrics belong to
+    that step.
 
-    - `Synchronous` and `Pipelined`: an evaluation runs during the next step, on groups that are
-      idle, such as the rollout during an update. Groups keep the evaluated weights until the
-      evaluation is over, and the next step cannot end before it.
-    - With `Driver(stop=...)`, the next step begins after the evaluation, because `stop` reads the
-      evaluation's metrics.
+    - `Synchronous` and `Pipelined`: an evaluation runs during the next step, on idle groups, such
+      as the rollout during an update. The groups keep the evaluated weights, and the next step
+      cannot end before the evaluation.
+    - With `Driver(stop=...)`, the next step begins after the evaluation, whose metrics `stop`
+      reads.
     - `Asynchronous`: evaluation rows are mixed with training rows, and `partial_rollouts` applies
-      to their unfinished responses. The metrics `oldest_version` and `newest_version` show the
-      weights that were used.
+      to them. The metrics `oldest_version` and `newest_version` show the weights that were used.
     """
 
     graph: Graph
     every: int = 10
-    """[steps] Steps from one evaluation to the next; 0 evaluates only at the start and the end."""
+    """[steps] Interval between evaluations; 0 evaluates only at the start and the end."""
     name: str = "eval"
-    """Prefix of its metrics: `NAME/...`."""
+    """Prefix of its metrics, `NAME/...`."""
     at_start: bool = True
     """Evaluate the model before the first step."""
     at_end: bool = True
@@ -59,8 +58,7 @@ class Evaluation:
             raise UserError("Evaluation(every=0, at_start=False, at_end=False) never evaluates anything")
 
     def is_due(self, step: int, *, over: bool) -> bool:
-        """Whether to evaluate after a step. Step 0 is the start of the run, and `over` marks the
-        last step.
+        """Whether to evaluate after a step (0: the start of the run; `over`: the last step).
 
         >>> graph: Any = None
         >>> [step for step in range(6) if Evaluation(graph, every=2, at_start=False).is_due(step, over=step == 5)]
@@ -78,16 +76,16 @@ class RunSpec:
     graphs: Mapping[str, Graph]
     """Graph name -> graph; the training graph is TRAIN."""
     handles: Mapping[str, Handle]
-    """Every worker group, including the groups that Weft adds."""
+    """Every worker group, including those that Weft adds."""
     placement: Mapping[str, Place]
     backend: Backend
     schedule: Training
     evaluations: Mapping[str, Evaluation]
     seed: int
     record_every: int
-    """[steps] Keep the samples of every n-th step; 0 keeps none."""
+    """[steps] Save the samples of every n-th step; 0 saves none."""
     start_timeout_s: float
-    """[s] Longest time for the workers of a group to start."""
+    """[s] Longest time for a group's workers to start."""
     call_timeout_s: float
     """[s] Longest time without progress in a call of a rank."""
     buffer: BufferConfig
@@ -98,8 +96,7 @@ class RunSpec:
 
     @cached_property
     def recorded(self) -> tuple[dict[str, str], dict[str, Rule]]:
-        """Settings to compare when a run is resumed, as two mappings: from name to value (as text),
-        and from name to rule."""
+        """Settings to compare when a run is resumed: name -> value (as text), and name -> rule."""
         of_graphs = {
             name: handle for graph in self.graphs.values() for name, handle in graph.handles.items()
         }
@@ -107,8 +104,8 @@ class RunSpec:
 
     @property
     def evaluations_hold_training(self) -> bool:
-        """Whether the next step waits for evaluations, because `stop` reads their metrics."""
-        # `StopOnSignal` ignores the metrics, so no step needs to wait for them.
+        """Whether steps wait for evaluations, because `stop` reads their metrics."""
+        # `StopOnSignal` ignores the metrics.
         reads = self.stop is not None and not isinstance(self.stop, StopOnSignal)
         return reads and not self.schedule.overlaps
 
@@ -119,7 +116,7 @@ class RunSpec:
 
     @cached_property
     def follows(self) -> tuple[ParameterEdge, ...]:
-        # Graphs share groups, so several graphs may have the same edge.
+        # Graphs that share groups may repeat an edge.
         return tuple(dict.fromkeys(edge for graph in self.graphs.values() for edge in graph.follows))
 
 

@@ -1,20 +1,17 @@
-"""Schedules: when each node of a graph may run. A schedule is a value; the loop is in
-`loop/run.py`.
+"""Schedules: when each node of a graph may run.
 
-The loop asks the schedule of the training graph three questions: how many groups to issue
-(`admit`), how much a node may claim (`share`), and whether the step is over (`over`). An evaluation
-issues its whole source when it begins, so the loop only asks for shares (`share_of_evaluation`).
+The loop (`loop/run.py`) asks the training graph's schedule how many groups to issue (`admit`), how
+much a node may claim (`share`), and whether the step is over (`over`). An evaluation issues its
+whole source when it begins, so the loop only asks for shares (`share_of_evaluation`).
 
 Evaluations and training wait for each other:
 
 - If the schedule `overlaps`, evaluation rows are mixed with training rows and go first, because they
   are few.
-- Otherwise an evaluation uses the groups that the next step leaves idle. Groups keep the evaluated
-  weights until it is over. Until then the next step cannot end, and the evaluation of a later step
-  cannot begin.
-- If a `stop` function reads the metrics as well, no step begins while an evaluation is due or
-  running, and an evaluation begins only when nothing else runs
-  (`RunSpec.evaluations_hold_training`).
+- Otherwise an evaluation uses worker groups that the next step leaves idle. Until it is over, they
+  keep the evaluated weights, the next step cannot end, and no later evaluation begins.
+- If a `stop` function also reads the metrics (`RunSpec.evaluations_hold_training`), no step begins
+  while an evaluation is due or running, and an evaluation begins only when nothing else runs.
 """
 
 from __future__ import annotations
@@ -35,29 +32,29 @@ class Share:
     """The rows or groups that a node may claim."""
 
     max_groups: int | None = None
-    """Maximum number of groups, for a node that takes groups; None allows all that are ready."""
+    """Maximum for a node that takes groups; None allows all ready groups."""
     max_rows: int | None = None
-    """Maximum number of rows, for a node that takes rows; None allows all that are ready."""
+    """Maximum for a node that takes rows; None allows all ready rows."""
     last: bool = True
     """Whether this share completes the batch of an update."""
 
 
 MAX_REFILLS = 10
-"""Maximum number of times that a step issues prompts to replace groups that filters dropped. A step
-that needs more has generated eleven batches, so its data or filter is probably wrong."""
+"""Maximum number of times that a step replaces groups that filters dropped. A step that needs more
+has issued prompts eleven times, so its data or filter is probably wrong."""
 
 
 class Stepwise(Config):
     """Settings of all training schedules: number of steps, batch size and prompt order."""
 
     steps: int = Field(default=100, ge=1)
-    """[updates] Number of updates to make. Raise it if the evaluation still improves at the end."""
+    """[updates] Number of updates. Raise it if the evaluation still improves at the end."""
     prompts_per_step: int = Field(default=64, ge=1, le=1_000_000)
     """[groups] Number of groups in a training batch, one per prompt. Raise it if the gradient is
     noisy or devices are idle; lower it if steps take too long."""
     shuffle: bool = True
-    """Shuffle the prompts in each epoch, using the run's seed. Set it to False if their order
-    matters, such as easy prompts first."""
+    """Shuffle the prompts in each epoch, by the run's seed. Set it to False if their order
+    matters."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("steps",))
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset(("shuffle",))
@@ -82,26 +79,23 @@ class Stepwise(Config):
         return self.lacks(train) if arrived else 0
 
     def lacks(self, train: TrainingRun) -> int:
-        """Return how many groups an update still needs to complete its batch of the step."""
+        """Return how many groups an update still needs to complete its batch."""
         return max(0, self.size(train) - self.passed(train)) if train.updates else 0
 
     def size(self, train: TrainingRun) -> int:
         return self.prompts_per_step if train.short_size is None else train.short_size
 
     def passed(self, train: TrainingRun) -> int:
-        """Return how many groups of the current step have passed the filters of every update,
-        whether claimed or not."""
+        """Return how many groups of the step have passed the filters before all updates, claimed or
+        not."""
         return min(self._reached(train), default=0)
 
     def _reached(self, train: TrainingRun) -> list[int]:
         return [train.taken[n.name] + train.ledger.readiness.ready_groups(n) for n in train.updates]
 
     def shorten(self, train: TrainingRun) -> int:
-        """Shorten the batch of the current step to the groups that have passed the filters.
-
-        If an update has claimed all of these groups, the batch has one group more. Return the new
-        batch size, or 0 if no group has passed.
-        """
+        """Shorten the current step's batch to the groups that passed the filters. Return its new
+        size, or 0 if no group passed."""
         passed = self.passed(train)
         # An update that has claimed every group so far needs one more to complete its batch.
         train.short_size = max(passed, 1 + max(train.taken.values(), default=0)) if passed else None
@@ -119,8 +113,8 @@ class Stepwise(Config):
     def _when_ready(
         self, train: TrainingRun, node: Node, part: int, replicas: int, reserved: int = 0
     ) -> Share | None:
-        """Claim whatever is ready. An update claims at least `part` groups and one per replica, or
-        the rest of its batch."""
+        """Claim what is ready. An update claims at least `part` groups and one per replica, or the
+        rest of its batch."""
         # An observer gets the whole batch at once, because its metrics describe a whole step.
         if train.observes(node):
             ready = train.ledger.readiness.ready_groups(node)
@@ -147,7 +141,7 @@ class Synchronous(Stepwise):
         return 0
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
-        """Return what a node may claim now, or None."""
+        """Return the rows or groups that a node may claim now, or None."""
         return self._when_settled(train, node)
 
 
@@ -155,9 +149,9 @@ class InParts(Stepwise):
     """Settings of schedules that accumulate an update's gradients while groups arrive."""
 
     groups_per_part: int = Field(default=1, ge=1, le=1_000_000)
-    """[groups] Number of finished groups that an update waits for before it accumulates their
-    gradient. It waits for at least one group per data-parallel replica; the last part takes the
-    rest of the batch. Raise it for large models, which need full microbatches."""
+    """[groups] Number of finished groups whose gradients an update accumulates at a time, at least
+    one per data-parallel replica. The last part takes the rest of the batch. Raise it for large
+    models, which need full microbatches."""
 
 
 class Pipelined(InParts):
@@ -195,15 +189,14 @@ class Asynchronous(InParts):
         return self.max_staleness > 0
 
     def passed(self, train: TrainingRun) -> int:
-        # Count the groups of the update that has the most. The other updates get the same groups,
-        # unless nodes before them filter some.
+        # Count the groups of the update that has the most; the others get the same groups, unless
+        # nodes before them filter some.
         return max(self._reached(train), default=0) if self.overlaps else super().passed(train)
 
     def admit(self, train: TrainingRun) -> int:
         if not self.overlaps:
             return super().admit(train)
-        # Request all groups for the rest of the run; the buffer's capacity limits how many are
-        # issued.
+        # Request all groups for the rest of the run; the buffer's capacity is the limit.
         still = (train.taken[n.name] + train.ledger.readiness.unclaimed(n) for n in train.updates)
         return max(0, (self.steps - train.step) * self.prompts_per_step - min(still, default=0))
 
@@ -236,7 +229,7 @@ Training = Synchronous | Pipelined | Asynchronous
 
 
 def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool) -> Share | None:
-    """Return what a node of an evaluation may claim now, or None.
+    """Return the rows or groups that a node of an evaluation may claim now, or None.
 
     All rows of a call belong to the evaluation of one step. Unless the evaluation `overlaps`
     training and other evaluations, each node gets all rows of a step at once.
@@ -246,6 +239,6 @@ def share_of_evaluation(evaluation: EvaluationRun, node: Node, *, overlaps: bool
     step, number = evaluation.ledger.live.ready_in_step(node)
     if not node.operation.takes_groups:
         return Share(max_rows=number) if number else None
-    # An observer measures a whole evaluation, so it gets all groups in one call.
+    # An observer measures a whole evaluation in one call.
     partial = evaluation.observes(node) and number != evaluation.ledger.live.groups_of_step[step]
     return Share(max_groups=number) if number and not partial else None

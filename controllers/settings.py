@@ -1,5 +1,4 @@
-"""Settings of a script: class defaults, then a file (`--config FILE`), then flags. Later values
-override earlier ones."""
+"""Settings of a script: flags override a file (`--config FILE`), which overrides class defaults."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class _Placed:
     value: Any
     """A plain value, or a mapping from names to `_Placed` values."""
     place: str
-    """File and line, as `FILE:LINE`."""
+    """`FILE:LINE`."""
 
 
 def read_settings_file(path: Path) -> dict[str, _Placed]:
@@ -137,16 +136,15 @@ OPTION = "--config"
 def compose(
     settings_class: type[Config], arguments: Sequence[str], description: str | None = None
 ) -> tuple[Config, dict[str, str]]:
-    """Read settings from the command line, and from a settings file if `--config` is among the
-    arguments.
+    """Read settings from the command line and, with `--config`, from a file.
 
     Returns:
         The settings, and a mapping from the name of each setting (nested names have dots) to its
             origin: its flag, `FILE:LINE`, or "default".
 
     Raises:
-        UserError: A value is not allowed; the message has its place (flag, or file and line), the
-            value, and the allowed values.
+        UserError: A value is not allowed. The message has the flag or `FILE:LINE`, the value, and
+            the allowed values.
         SystemExit: Help was printed (exit code 0), or an error about an argument (exit code 2).
     """
     import tyro
@@ -163,7 +161,7 @@ def compose(
         with redirect_stderr(said):
             settings = tyro.cli(settings_class, default=default, description=about, args=rest)
     except SystemExit as end:
-        # tyro replaces the error by SystemExit, which keeps it as its context.
+        # tyro raises SystemExit instead, with the error as its context.
         error: BaseException | None = end
         while error is not None and not isinstance(error, SettingError):
             error = error.__context__
@@ -175,8 +173,7 @@ def compose(
 
 
 def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None:
-    """Check the names of all flags, and the values of flags with a single value. tyro checks the
-    rest."""
+    """Check the names of all flags, and single values. tyro checks the rest."""
     leaves = dict(_leaves(settings_class))
     if any(config_of(field.annotation) for field in leaves.values()):
         return  # for alternatives, tyro makes subcommands with separate flags
@@ -204,7 +201,7 @@ def _check_flags(settings_class: type[Config], arguments: Sequence[str]) -> None
 
 
 def _takes_one(annotation: Any) -> bool:
-    """Whether a setting has one plain value, which pydantic and tyro parse in the same way."""
+    """Whether a setting takes one plain value, which pydantic and tyro parse alike."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
     is_choice = get_origin(annotation) is Literal or any(get_origin(kind) is Literal for kind in kinds)
     return is_choice or all(kind in (int, float) for kind in kinds)
@@ -222,10 +219,10 @@ def _leaves(settings_class: type[Config], above: str = "") -> Iterator[tuple[str
 def check(
     settings_class: type[Config], found: Mapping[str, _Placed], above: str = ""
 ) -> dict[str, _Placed]:
-    """Check each value of a file, and return full name -> value, converted to its field's type.
+    """Check a file's values and convert them to their fields' types. Return full name -> value.
 
     Raises:
-        UserError: Something is wrong; the message has one line per problem.
+        UserError: A name or value is wrong; the message has one line per problem.
     """
     checked: dict[str, _Placed] = {}
     wrong: list[str] = []
@@ -249,8 +246,7 @@ def check(
 
 
 def config_of(annotation: Any) -> type[Config] | None:
-    """Return the Config class in a field's annotation, which may be optional; None if there is
-    none."""
+    """Return the Config class in a field's annotation, such as `Lora | None`; None without one."""
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Config):
             return each
@@ -290,8 +286,8 @@ def _plain(value: Any) -> Any:
 def _without_config(
     settings_class: type[Config], arguments: Sequence[str]
 ) -> tuple[list[str], Path | None]:
-    """Return the arguments without `--config FILE`, and the file. If the script has a setting
-    `config`, it cannot have a settings file."""
+    """Return the arguments without `--config FILE`, and the file. A script with a setting `config`
+    cannot have a settings file."""
     if "config" in settings_class.model_fields:
         return list(arguments), None
     rest, files = list[str](), list[str]()
@@ -313,8 +309,7 @@ def _without_config(
 
 
 def _default(settings_class: type[Config], given: Mapping[str, _Placed], above: str = "") -> Config:
-    """Return the settings from the file and the defaults, before flags are read. They are not
-    validated as a whole, because a flag may fix them."""
+    """Return settings from the file and defaults, unvalidated, because a flag may fix them."""
     import tyro
 
     values: dict[str, Any] = {}
@@ -346,7 +341,7 @@ def _given_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Return a mapping from the name of each setting in the flags to its flag with the value.
+    """Return a mapping from the name of each given setting to its flag and value.
 
     >>> _flags(["--lora.max-rank", "8", "--no-small", "--seed=3"])
     {'lora.max_rank': '--lora.max-rank 8', 'no_small': '--no-small', 'small': '--no-small', 'seed': '--seed 3'}
@@ -394,8 +389,7 @@ def _placed(
 
 
 def _names_of(settings_class: type[Config], name: str, above: str = "") -> Iterator[str]:
-    """Yield the prefix of each place where a class is nested, such as `lora.`; '' for the outermost
-    class."""
+    """Yield the prefix of each setting of this class, such as `lora.`; '' for the outermost."""
     if settings_class.__name__ == name:
         yield above
     for field, about in settings_class.model_fields.items():

@@ -1,12 +1,10 @@
-"""Signals that end a run: SIGTERM from a batch system, SIGHUP from a closed terminal, SIGINT from
-the keyboard.
+"""Signals that end a run: SIGTERM (batch system), SIGHUP (closed terminal), SIGINT (keyboard).
 
 A handler only asks the run to end (`ask_to_end`); the loop then saves a checkpoint and stops.
-`launch` sets handlers for a whole script. Otherwise each run sets handlers, unless the script has
-its own.
+`launch` sets handlers for a whole script; otherwise each run does, unless the script has its own.
 
-Signals are deferred while a cluster starts, because an interrupted start would leave processes
-behind, and libraries install their own handlers during the start.
+Weft defers signals while a cluster starts, because an interrupted start would leave processes
+behind, and libraries install handlers during the start.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class _Ending:
 
 @dataclass(frozen=True)
 class StopOnSignal:
-    """A `stop` function that ends the run after the current step if a signal has come. It does not
-    read the metrics, so steps need not wait for evaluations."""
+    """A `stop` function that ends the run after the current step if a signal has come. It ignores
+    the metrics, so steps need not wait for evaluations."""
 
     noted: Callable[[], int]
 
@@ -48,8 +46,7 @@ class StopOnSignal:
 
 
 def ask_to_end(number: int) -> bool:
-    """Ask the current run to save itself and end. Return False if no run can save itself, or if it
-    has already been asked."""
+    """Ask the current run to save itself and end. Return False if none can, or if already asked."""
     if _Ending.asked or not _Ending.runs:
         return False
     _Ending.asked = number
@@ -62,8 +59,7 @@ def asked_to_end() -> int:
 
 @contextmanager
 def can_be_ended(able: bool) -> Iterator[None]:
-    """Mark a run as active for the block. If `able`, `ask_to_end` can ask it to save itself and
-    end."""
+    """Mark a run as active; if `able`, `ask_to_end` can end it."""
     _Ending.runs += able
     try:
         yield
@@ -73,15 +69,14 @@ def can_be_ended(able: bool) -> Iterator[None]:
 
 
 def write_line(line: str) -> None:
-    """Write a line to standard error from a signal handler, even if the terminal is gone."""
+    """Write a line to standard error in a signal handler, even if the terminal is gone."""
     with suppress(OSError):
-        # Not `print`: a signal handler cannot re-enter a buffered stream.
+        # Not `print`: handlers cannot re-enter a buffered stream.
         os.write(2, f"{line}\n".encode())
 
 
 def hold_streams() -> None:
-    """Open the null device for each closed standard stream. Otherwise the next opened file would
-    get the stream's descriptor."""
+    """Open the null device for closed standard streams, so that no file gets their descriptors."""
     for stream in STREAMS:
         try:
             os.fstat(stream)
@@ -101,13 +96,12 @@ def redirect_to_null(streams: list[int]) -> None:
 
 @contextmanager
 def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]:
-    """Record the first ending signal and print a line. The second signal ends the process. Signals
-    that already have a handler keep it. Yield a function that returns the number of the recorded
-    signal, or 0.
+    """Record the first ending signal and print a line; the second ends the process. Signals with a
+    handler keep it. Yield a function that returns the recorded signal's number, or 0.
 
     Args:
-        said: Text to print after the name of the signal.
-        of_systems: Handle SIGTERM and SIGHUP as well as Ctrl-C.
+        said: Text after the signal's name.
+        of_systems: Handle SIGTERM and SIGHUP too.
     """
     noted: list[int] = []
 
@@ -123,8 +117,8 @@ def endings_noted(said: str, *, of_systems: bool) -> Iterator[Callable[[], int]]
 
 @contextmanager
 def signals_end_runs(*, saves: bool) -> Iterator[None]:
-    """Let signals end the current run, unless another handler is set. The run saves itself if it
-    can; a second signal ends it at once.
+    """Let signals without a handler end the current run. The run saves itself if it can; a second
+    signal ends it at once.
 
     Args:
         saves: Whether the run can save itself. If not, Ctrl-C interrupts as usual.
@@ -139,8 +133,7 @@ def signals_end_runs(*, saves: bool) -> Iterator[None]:
 
 @contextmanager
 def signals_end_script() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a script and its runs. An ignored signal stays ignored, as under
-    `nohup`."""
+    """Let SIGTERM and SIGHUP end a script and its runs, unless ignored, as under `nohup`."""
     standing = _terminals()
     heeded = [number for number in OF_SYSTEMS if signal.getsignal(number) is not signal.SIG_IGN]
     with _handled(heeded, lambda number, _: _end_run(number, standing)):
@@ -158,7 +151,7 @@ def signals_deferred(until: str) -> Iterator[None]:
         if len(noted) == 1:
             write_line(f"{signal.Signals(number).name}: the run ends when {until}")
             return
-        # Restore the earlier handlers first: they should receive the signal.
+        # The earlier handlers should receive the signal.
         handlers.close()
         signal.raise_signal(number)
 
@@ -188,24 +181,22 @@ def _handled(
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether a signal has no handler or Ray's, which may be replaced because it would end a later
-    run without a checkpoint."""
+    """Whether a signal has no handler or Ray's, which would end a run without a checkpoint."""
     handler = signal.getsignal(number)
     unset = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     return handler is unset or str(getattr(handler, "__module__", "")).split(".")[0] == "ray"
 
 
 def _end_run(number: int, terminal: list[int]) -> None:
-    """Ask the current run to save itself and end, or raise an exception, so that `with` blocks
-    clean up.
+    """Ask the current run to save itself and end. If it cannot, raise, so that `with` blocks clean
+    up.
 
     Args:
-        terminal: Standard streams that are terminals, which are gone after SIGHUP.
+        terminal: Standard streams on a terminal, which is gone after SIGHUP.
     """
     if number == signal.SIGHUP and terminal:
         redirect_to_null(terminal)
-    # The first signal asks the run to end. A second signal ends the run at once, as does the first
-    # if the run cannot save itself.
+    # A second signal ends the run at once, as does the first if the run cannot save itself.
     if ask_to_end(number):
         again = "; a second Ctrl-C ends it at once" if number == signal.SIGINT else ""
         write_line(f"{_name(number)}: the run writes a checkpoint and ends{again}")

@@ -87,29 +87,28 @@ def train(
     nodes of that cluster.
 
     Ctrl-C, SIGTERM and SIGHUP end the run after the current step and save the model; a second
-    signal ends it at once. If checkpoints are on, SIGTERM and SIGHUP save a checkpoint at once and
-    end the run instead.
+    signal ends it at once. With checkpoints, SIGTERM and SIGHUP instead save a checkpoint and end
+    the run at once.
 
     Args:
-        model: Folder or Hugging Face id of the model.
+        model: Folder or Hugging Face id.
         data: Prompts, preference pairs or responses, depending on the method.
         rewards: Reward function, or several. Required if the method samples responses.
-        method: Name of a training method; `algorithms/methods.py` lists them.
-        held_out: Rows to evaluate on before the first step, after every `evaluate_every` steps, and
-            at the end. Give several sets as a mapping from names to rows.
-        reading: How to read `data` and `held_out`, as fields of `ReadSettings`, such as `{"prompt":
+        method: Training method; `algorithms/methods.py` lists them.
+        held_out: Rows to evaluate on before the first step, every `evaluate_every` steps, and at
+            the end. Give several sets as a mapping from names to rows.
+        reading: Fields of `ReadSettings` for `data` and `held_out`, such as `{"prompt":
             "problem_text", "too_long": "drop"}`.
         steps: Number of updates.
-        prompts_per_step: Number of prompts, pairs or responses of the data per update.
+        prompts_per_step: Number of rows of the data per update.
         n: Number of responses per prompt. None uses the method's default.
-        max_tokens: Maximum length of a response in tokens.
+        max_tokens: [tokens] Maximum length of a response.
         learning_rate: Learning rate of the actor and the critic. None uses the method's default,
             which suits models of 0.5B to 8B parameters, or ten times that for adapters.
-        lora: Train a LoRA adapter with these settings. The frozen model also serves as the
-            reference.
+        lora: Train a LoRA adapter with these settings. The frozen model is also the reference.
         kl: [loss/nat] Coefficient of the KL penalty against the initial model. PPO subtracts it
             from the reward, other methods add it to the loss. 0 switches it off.
-        evaluate_every: Steps from one evaluation to the next; see `held_out`.
+        evaluate_every: [steps] Interval between evaluations; see `held_out`.
         name, root, seed, checkpoint, resume, progress, trackers, dashboard: See `Driver`.
         explain: Print the equivalent program and run nothing.
 
@@ -117,8 +116,8 @@ def train(
         The metrics of every step; empty with `explain`.
 
     Raises:
-        UserError: An argument is wrong. The message names the argument and the nearest correct
-            value. Nothing has started by then.
+        UserError: An argument is wrong. The message names it and the nearest correct value. Nothing
+            has started.
     """
     chosen = method_of(method)
     _check(chosen, method, rewards, held_out)
@@ -160,7 +159,7 @@ def train(
 
 
 ADAPTER_RATE = 10
-"""Learning rate of an adapter, as a multiple of the learning rate of the whole model."""
+"""Learning rate of an adapter, as a multiple of the whole model's."""
 MODEL = "model"
 """Folder of the trained model, in the run directory."""
 
@@ -274,7 +273,7 @@ def _read(
 
 @dataclass(frozen=True)
 class _SharedDevices:
-    """Settings that let all groups share the devices of a machine or cluster."""
+    """Settings with which all groups share the devices of a machine or cluster."""
 
     run: Mapping[str, Any]
     rollout: Mapping[str, Any]
@@ -283,19 +282,18 @@ class _SharedDevices:
 
 
 def _nodes() -> Nodes:
-    """Return the nodes of the cluster at `RAY_ADDRESS`, which Ray sets in a job. If it is not set,
-    return this machine."""
+    """Return the nodes of the cluster at `RAY_ADDRESS`, set in Ray jobs, or this machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)
     return RayCluster(None).nodes()
 
 
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
-    """Return settings that let all groups share the nodes.
+    """Return settings with which all groups share the nodes.
 
     Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
-    others. Without GPUs, such a group has one rank on each node of a cluster, and a single machine
-    runs everything in one process. Groups without a model run on any free CPU.
+    others. Without GPUs, they have one rank on each node of a cluster, and a single machine runs
+    everything in one process. Groups without a model run on any free CPU.
 
     >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
@@ -346,8 +344,8 @@ def _equal_nodes(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
 def _evaluated(
     program: Program, name: str, method: Method, rows: Source, groups: Mapping[str, Any], max_tokens: int
 ) -> Graph:
-    """Return a graph that evaluates greedy responses. For methods that do not sample, it measures
-    the share of pairs whose chosen response is more likely than the rejected one."""
+    """Return a graph that evaluates greedy responses or, for methods that do not sample, the share
+    of pairs whose chosen response is the more likely one."""
     if not method.samples:
         return program.assign(name, preference_accuracy, rows, actor=groups["actor"])
     greedy = Sampling(max_tokens=max_tokens, temperature=0)

@@ -1,15 +1,14 @@
-"""WeightSync: transfers new weights from leaders to the groups that follow them.
+"""WeightSync: transfers new weights from leaders to their followers.
 
     leader: publish_weights ──> follower: receive_weights ──> leader: finish_publishing
                                   leader: send_weights (if the transfer needs it)
 
-- Followers read weights from the leader's memory, so the leader is not updated until all of them
-  have the weights.
+- Followers read weights from the leader's memory, so the leader is not updated until all have them.
 - A follower receives weights at once or, with `partial_rollouts="finish"`, when its unfinished
-  responses are done. If generation does not run ahead of training, it also waits for evaluations of
-  its current weights.
-- Followers on the leader's devices receive first, one at a time: the leader gives up the devices
-  and sends from host memory.
+  responses are done. If generation does not run ahead of training, the follower also waits for
+  evaluations of its current weights.
+- Followers on the leader's devices come first, one at a time: the leader gives up the devices and
+  sends from host memory.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from .group import REGISTER, Call, CallRequest, WorkerGroup
 
 
 class WeightSync:
-    """Decides which leader publishes and which followers receive a version. It returns the
-    necessary calls as requests.
+    """Decides which leader publishes and which followers receive a version, and returns the calls
+    as requests.
 
     Args:
-        partial_rollouts: How to treat unfinished responses (see `Asynchronous`).
+        partial_rollouts: See `Asynchronous`.
         cancel: Function that cancels a call on all of its ranks.
-        keeps: Function of a group's name and version that tells whether an evaluation needs this
-            version. None if evaluations never do.
+        keeps: Returns whether an evaluation needs this version of a group; None if evaluations
+            never do.
     """
 
     def __init__(
@@ -52,13 +51,13 @@ class WeightSync:
         self._owing: dict[str, set[str]] = {}
         """Publishing leader -> followers that have not received the weights."""
         self._taken: dict[str, list[tuple[str, str]]] = {}
-        """Publishing leader -> ranks that received the weights, with their checksums."""
+        """Publishing leader -> (rank, checksum) of ranks that received the weights."""
         self._sent: dict[str, int] = {}
-        """Follower -> the last version that it received."""
+        """Follower -> its last received version."""
         self._compared: dict[str, set[int]] = {}
         """Follower -> ranks whose log-probabilities were compared with the leader's."""
         self._waiting: set[str] = set()
-        """Followers that receive weights when their responses are finished."""
+        """Followers that receive weights once they are ready."""
 
         self._metrics: dict[str, float] = {}
 
@@ -71,14 +70,12 @@ class WeightSync:
         return bool(self._owing or self._waiting)
 
     def lag(self, generating: Sequence[str]) -> int:
-        """Return the largest lag, in versions, of one of these groups behind its
-        leader."""
+        """[versions] Return the largest lag of these groups behind their leaders."""
         groups, edges = self._groups, [e for e in self._edges if e.follower in generating]
         return max((groups[e.leader].version - groups[e.follower].version for e in edges), default=0)
 
     def coming(self, followers: Collection[str]) -> dict[str, int]:
-        """Return a mapping from each of these groups that is a follower to the version that it has
-        once the weights that are due have arrived."""
+        """Return follower -> its version once the weights that are due have arrived."""
         wanted: dict[str, int] = {}
         for edge in self._edges:
             if edge.follower in followers:
@@ -91,17 +88,15 @@ class WeightSync:
         return {e.follower: self._groups[e.follower].version for e in self._edges if e.leader == leader}
 
     def holds_back(self, group: WorkerGroup) -> bool:
-        """Whether a group may not start new calls, because it receives weights once its calls are
-        done."""
+        """Whether a group must start no calls, because it waits to receive weights."""
         return group.name in self._waiting
 
     def is_read(self, group: WorkerGroup) -> bool:
-        """Whether a group's weights must not change because followers are reading them."""
+        """Whether followers are reading a group's weights, which must then not change."""
         return group.name in self._owing
 
     def publish(self, leader: str) -> list[CallRequest]:
-        """Send the current weights to the followers that are due and ready. Followers that are due
-        but not ready get weights later."""
+        """Send the current weights to due followers: at once if ready, otherwise later."""
         group = self._groups[leader]
         if leader in self._owing or group.updating:  # each ends with another `publish`
             return []
@@ -127,7 +122,7 @@ class WeightSync:
             then=partial(self._published, edges=ready, shared=bool(shared)),
             on_device=not shared,
         )
-        # The empty call moves the follower onto the devices; the leader then sends from host memory.
+        # The empty call gives the follower the devices; the leader then sends from host memory.
         if shared:
             return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
         return [request]
@@ -142,7 +137,7 @@ class WeightSync:
         return [request for leader in dict.fromkeys(leaders) for request in self.publish(leader)]
 
     def resend(self, follower: WorkerGroup, rank: int) -> list[CallRequest]:
-        """Send weights to a replaced rank of a follower. It gets no rows until it has them."""
+        """Send weights to a replaced rank of a follower, which gets no rows until it has them."""
         requests: list[CallRequest] = []
         for edge in self._edges:
             if edge.follower == follower.name:
@@ -153,7 +148,7 @@ class WeightSync:
         return requests
 
     def _is_due(self, edge: ParameterEdge, version: int) -> bool:
-        """Whether another `every` versions have passed since the follower's last transfer."""
+        """Whether versions since the follower's last transfer include a multiple of `every`."""
         return version // edge.every > self._sent.get(edge.follower, -1) // edge.every
 
     def _is_ready(self, follower: WorkerGroup, version: int) -> bool:
@@ -183,7 +178,7 @@ class WeightSync:
                     self._requeue(other)
             arguments: dict[str, Any] = {"weights": weights}
             recomputes = self._partial_rollouts == "recompute"
-            # Only running responses have cached keys and values to recompute.
+            # Only running responses have a KV cache to recompute.
             if recomputes and any(other.interruptible for other in follower.calls):
                 arguments["recompute"] = True
             then = partial(self._received, leader=edge.leader, weights=weights)
@@ -200,15 +195,14 @@ class WeightSync:
             self._cancel(call)
 
     def _receivers(self, follower: WorkerGroup, version: int) -> set[int]:
-        """Return the ranks that receive a version: all that are up, or if the others have it
-        already, only the ranks without weights."""
+        """Return the ranks that receive a version: all that are up, or only those without weights
+        if the others have this version."""
         if follower.lacking and follower.version == version:
             return set(follower.lacking)
         return set(follower.up)
 
     def _received(self, call: Call, leader: str, weights: Any) -> Iterable[CallRequest]:
-        """Compare log-probabilities of new ranks with the leader's before the new ranks get
-        rows."""
+        """Compare log-probabilities of new ranks with the leader's before they get rows."""
         group = call.group
         compared = self._compared.setdefault(group.name, set())
         compared -= group.lacking  # a replaced rank must be compared again
@@ -264,7 +258,7 @@ class WeightSync:
             self._metrics[key] = max(self._metrics.get(key, 0.0), seconds)
 
     def _finished(self, call: Call, leader: str) -> Iterable[CallRequest]:
-        """Compare checksums of received and published weights, then publish newer ones."""
+        """Compare checksums of received and published weights, then publish newer weights."""
         given = reduce(add, call.results)
         if given.num_bytes:
             self._metrics[f"{leader}/weights_bytes"] = float(given.num_bytes)
@@ -275,6 +269,6 @@ class WeightSync:
                     f"but {given.checksum} was published"
                 )
         del self._owing[leader]
-        # Meanwhile, the leader may have been updated, a rank replaced, or a follower become ready.
-        # The leader may also be a follower itself.
+        # Meanwhile the leader may have new weights, and ranks or followers may have become ready.
+        # The leader may also be a follower.
         return self._publish_each([leader, *(e.leader for e in self._edges if e.follower == leader)])

@@ -1,4 +1,4 @@
-"""Admission: decides how many prompts to issue, and when an evaluation begins."""
+"""Admission: decides how many prompts to issue, and when evaluations begin."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Admission:
         """Begin evaluations that are due, and issue prompts for training.
 
         Raises:
-            StalledError: The step can never end, because filters drop too many rows or the buffer
-                is too small.
-            NoSignalError: In the first two steps, filters dropped every group because its rewards
-                were equal.
+            StalledError: The step cannot end: filters drop too many rows, or the buffer is too
+                small.
+            NoSignalError: In the first step, filters dropped all groups of two batches for their
+                equal rewards.
         """
         for evaluation in self._evaluations:
             for step, versions in list(evaluation.due.items()):
@@ -67,7 +67,7 @@ class Admission:
         waits = self._holds_training and self._graph_runs.evaluating
         if self._schedule.overlaps:
             self._admit_ahead()
-        # Training is on-policy, so new rows need the weights of the last step.
+        # On-policy rows need the weights of the last step.
         elif not (waits or self._calls.beside_the_graph or self._weights.under_way):
             self._admit_step()
 
@@ -77,7 +77,7 @@ class Admission:
         number = min(wanted, self._capacity()[0]) if wanted else 0
         if not number:
             return
-        # If more prompts than this do not give a full batch, filters drop nearly all groups.
+        # If this many batches of prompts do not fill one batch, filters drop nearly all groups.
         ahead = 1 + (schedule.max_staleness or 0) + MAX_REFILLS
         if schedule.lacks(train) and train.issued > ahead * schedule.prompts_per_step:
             self._shorten(2 * ahead * schedule.prompts_per_step)
@@ -96,7 +96,7 @@ class Admission:
                     f"step {step} needs {number} groups at once; the buffer is full: {reason}"
                 )
             return  # wait until groups are finished; calls on them have deadlines
-        # The step is open already, so these prompts replace groups that filters dropped.
+        # In an open step, prompts replace groups that filters dropped.
         if train.open:
             self._check_signal()
             train.refills += 1
@@ -107,8 +107,7 @@ class Admission:
             train.issue(number, step)
 
     def _shorten(self, most: int) -> None:
-        """Shorten the current step to the groups that passed, or raise StalledError if that is not
-        possible."""
+        """Shorten the current step to the groups that passed, or raise StalledError."""
         train, schedule = self._train, self._schedule
         exhausted = train.issued > most
         if train.short_size is not None and not exhausted:
@@ -130,8 +129,7 @@ class Admission:
             self._alert(SHORT_STEP, f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
     def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation may begin. `versions` maps each of its groups to the version that
-        the group must have."""
+        """Whether an evaluation may begin. `versions` maps groups to required versions."""
         # Training waits for the evaluation, and the evaluation waits for all running calls.
         if self._holds_training:
             idle = all(call.behind for call in self._calls.at_work) and not self._calls.beside_the_graph

@@ -1,11 +1,10 @@
-"""Calls: manages every call of a run, from its request to its last reply.
+"""Calls: manages a run's calls, from request to last reply.
 
     queued ──> waiting for the devices of a shared pool ──> running ──last reply──> ended
       ^                                                                               │
       └────────────────────── requests that follow from replies ──────────────────────┘
 
-A reply never starts a call directly: the requests that follow from a reply are queued for a later
-turn of the loop.
+Requests that follow from a reply wait for a later turn of the loop.
 """
 
 from __future__ import annotations
@@ -33,28 +32,27 @@ from ..run_spec import RunHistory, RunSpec
 @dataclass
 class _Pool:
     holder: WorkerGroup | None = None
-    """The group whose model is on the devices, or is being loaded."""
+    """The group whose model is on the devices or being loaded."""
     changing: bool = False
     waiting: deque[CallRequest] = field(default_factory=deque)
 
 
 class _DeviceTurns:
-    """Lets the groups on a pool with GPUs take turns: the group that holds the devices is offloaded
-    before the next group is onloaded.
+    """Lets groups on a pool with GPUs take turns: the holder is offloaded before the next group is
+    onloaded.
 
         free      ──request of b──────────────────> onloading b ──> held by b
         held by a ──request of b──> offloading a ──> onloading b ──> held by b
 
-    Requests that need the devices wait until the change is complete. Requests for one pool keep
-    their order.
+    Requests that need the devices wait for the change, and keep their order.
     """
 
     def __init__(self) -> None:
         self._pools: dict[str, _Pool] = {}
 
     def ask(self, request: CallRequest) -> list[CallRequest]:
-        """Return the requests to make now: this request, if its group holds the devices or needs
-        none; otherwise the one that begins to hand over the devices, if any."""
+        """Return the requests to make now: this one if its group holds the devices or needs none,
+        otherwise the one that begins to hand them over, if any."""
         place = request.group.place.pool
         if not request.on_device or not place.gpus:
             return [request]
@@ -64,9 +62,9 @@ class _DeviceTurns:
 
     def _next(self, pool: _Pool) -> list[CallRequest]:
         ready: list[CallRequest] = []
-        # Serve the holder first; then hand the devices to the next group in the queue.
+        # Serve the holder first, then hand over the devices.
         while pool.waiting and pool.waiting[0].group is pool.holder:
-            # The request may pass through `ask` again, and must not be queued there twice.
+            # `ask` must not queue the request again.
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
@@ -82,8 +80,7 @@ class _DeviceTurns:
 
 
 def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
-    """Return for how long, after `since`, at least one call was running. Overlapping calls count
-    once.
+    """Return for how long, after `since`, at least one call was running.
 
     >>> busy_s([(2.0, 4.0), (1.0, 3.0), (9.0, 10.0)], 0.0)
     4.0
@@ -96,10 +93,9 @@ def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
 
 
 MAX_REST_S = 0.5
-"""[s] Longest pause of the driver between two turns."""
+"""[s] Longest pause between two turns."""
 MOST_RANKS = 64
-"""[ranks] Maximum number of ranks per call in the timeline. For larger calls, it has the slowest
-ranks."""
+"""[ranks] Maximum number of ranks per call in the timeline, which keeps the slowest."""
 
 
 class Calls:
@@ -130,14 +126,14 @@ class Calls:
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
         self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Group -> (start, end) of its calls that have ended since the last `take_idle_shares`."""
+        """Group -> (start, end) of calls that ended since the last `take_idle_shares`."""
         self._changed = True
         self._committed = False
-        """Whether the log on disk covers the calls that are being made."""
+        """Whether the log on disk covers calls that are being made."""
 
     @property
     def at_work(self) -> UnderWay:
-        """Running calls, except those whose ranks are all absent, starting or without weights."""
+        """Running calls, except those whose ranks are all in `WorkerGroup.out`."""
         groups = self.groups.values()
         if any(g.out for g in groups):
             return UnderWay(c for g in groups for c in g.at_work)
@@ -145,7 +141,7 @@ class Calls:
 
     @property
     def rest_s(self) -> float:
-        """[s] How long the driver may pause to get more rows at once; 0 for few ranks."""
+        """[s] Pause that gives the driver more rows at once; 0 for few ranks."""
         return min(MAX_REST_S, gather_s(self.under_way.ranks))
 
     @property
@@ -162,8 +158,7 @@ class Calls:
         return changed
 
     def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Return a mapping from each group to the share of the time since the last step in which
-        the group had no running call."""
+        """Return group -> share of the time since `since` in which it had no running call."""
         spans, self._spans = self._spans, defaultdict(list)
         for call in self.under_way:
             spans[call.group.name].append((call.started, now))
@@ -177,15 +172,14 @@ class Calls:
         self._queue.extend(requests)
 
     def make_calls(self) -> None:
-        """Make every queued call that need not wait for devices."""
+        """Make queued calls that need not wait for devices."""
         self._committed = False
         while self._queue:
             for request in self._devices.ask(self._queue.popleft()):
                 self._make(request)
 
     def _make(self, request: CallRequest) -> None:
-        # The log must be on disk before ranks work on rows, so that a resumed run knows of these
-        # rows.
+        # The log must be on disk first, so that a resumed run knows of these rows.
         if request.lease is not None and not self._committed:
             self.commit()
             self._committed = True
@@ -208,8 +202,8 @@ class Calls:
         """Wait for replies, publish their rows and handle failures.
 
         Returns:
-            Names of the graphs whose rows arrived; empty if other replies came too, or if a parent
-            has all of its rows.
+            Names of graphs whose rows arrived; empty if other replies came too, or if a parent has
+            all of its rows.
 
         Raises:
             WorkerError, WorkerDied, DeadlineError, UserError: The run cannot continue. The message
@@ -221,11 +215,11 @@ class Calls:
         if not alone:
             self._queue_repairs(requests)
         rows: dict[Call, list[Event]] = {}
-        """Call -> its replies with rows. The rows of all its ranks are published together."""
+        """Call -> its replies with rows, which are published together."""
         for event in events:
             call, reply = event.call, event.reply
             alone = alone and _is_rows_alone(reply)
-            if event.rank not in call.waiting:  # the rank was lost, or cancelled just as it finished
+            if event.rank not in call.waiting:  # lost, or cancelled just as it finished
                 continue
             if reply.published is not None and _brings_rows(call, reply):
                 if call in rows:
@@ -233,8 +227,7 @@ class Calls:
                 else:
                     rows[call] = [event]
                 continue
-            # Keep the order of replies: first publish rows that came before a failure or the end of
-            # a call.
+            # First publish rows that came before a failure or the end of a call.
             for other in list(rows) if reply.failure else (call,) if call in rows else ():
                 self._publish(other, rows.pop(other))
             self._take(event)
@@ -243,8 +236,7 @@ class Calls:
         return {call.ledger.name for call in rows if call.ledger} if alone else set()
 
     def withdraw_rows(self) -> None:
-        """Tell calls which rows are no longer needed because a quorum is complete, and cancel
-        generating calls with an expired lease."""
+        """Tell calls which rows a quorum no longer needs; cancel generation whose lease expired."""
         for ledger in self._buffer.ledgers.values():
             parents: dict[int, list[int]] = {}
             for token, parent in ledger.leases.take_given_up():
@@ -262,8 +254,7 @@ class Calls:
         return [c for c in self.under_way if c.ledger is ledger and c.lease and c.lease.token in leases]
 
     def _queue_repairs(self, requests: Iterable[CallRequest]) -> None:
-        """Queue the requests that repair a failure, and end calls that lost their last waiting
-        ranks."""
+        """Queue the repairs of a failure, and end calls that lost their last waiting ranks."""
         self.queue(requests)
         for call in [c for c in self.under_way if c.done]:
             self._end(call)
@@ -316,7 +307,7 @@ class Calls:
 
     def _end(self, call: Call) -> None:
         self._changed = True
-        # The end of a call adds records to the log, which later calls on rows depend on.
+        # The end adds log records that later calls on rows depend on.
         self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)
@@ -351,13 +342,13 @@ class Calls:
 
 
 def _brings_rows(call: Call, reply: Reply) -> bool:
-    """Whether the rows of a reply can be published together with rows of other ranks."""
+    """Whether the rows of a reply can be published together with those of other ranks."""
     written = reply.segment is not None and reply.failure is None
     return written and call.node is not None and not call.node.operation.takes_groups
 
 
 def _is_rows_alone(reply: Reply) -> bool:
-    """Whether a reply brings only rows, and completes neither the call nor a parent's rows."""
+    """Whether a reply brings rows and completes neither the call nor a parent's rows."""
     published = reply.published
     if published is None or published.parents is None or reply.done or reply.failure or reply.paused:
         return False

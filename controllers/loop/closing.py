@@ -22,7 +22,7 @@ from ..weight_sync import WeightSync
 from .calls import Calls
 
 READ_S = 1.0
-"""[s] How long a reading of memory use stays valid."""
+"""[s] Shortest time between readings of memory use."""
 
 
 class Closing:
@@ -65,8 +65,7 @@ class Closing:
 
     @property
     def step_is_over(self) -> bool:
-        # If generation does not overlap training, wait until new weights have arrived and
-        # evaluations are over. A checkpoint then never contains a running evaluation.
+        # On-policy, wait for weights and evaluations, so checkpoints hold no running evaluation.
         if not self._spec.schedule.overlaps and (
             self._calls.beside_the_graph or self._weights.under_way or self._graph_runs.evaluating
         ):
@@ -74,7 +73,7 @@ class Closing:
         return self._spec.schedule.over(self._train)
 
     def close_step(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step (0 is the start), and mark the evaluations that are due."""
+        """Record the metrics of a step (0 is the start), and mark due evaluations."""
         train, now = self._train, self._spec.backend.clock()
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
@@ -102,7 +101,7 @@ class Closing:
         self._directory.add_metrics(row)
         self._history.progress.stepped(row)
         self._history.trackers.stepped(row)
-        # Report the symptoms of the step. The first one in `stop_on` ends the run.
+        # The first symptom in `stop_on` ends the run.
         for seen in self._history.watch.see(row):
             ends = seen.symptom.name in self._spec.stop_on and self.ended_by is None
             self._history.progress.alert(seen.symptom.name, seen.text, ends=ends)
@@ -111,8 +110,8 @@ class Closing:
         self._mark_evaluations()
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
-        """End the run after this step if `stop` returns True, or a user has asked for it. (With
-        checkpoints, a run that a user asks to end does not finish the step.)"""
+        """End the run after this step if `stop` returns True or, without checkpoints, a user has
+        asked for it. With checkpoints, the loop ends the run sooner."""
         if self._train.stopped:
             return
         wanted = self._spec.stop is not None and self._spec.stop(row)
@@ -128,9 +127,9 @@ class Closing:
                 self._close_evaluation(evaluation, step)
 
     def _close_evaluation(self, evaluation: EvaluationRun, step: int) -> None:
-        """Record the metrics of an evaluation, once its calls are over."""
+        """Record the metrics of an evaluation once its calls are over."""
         calls = (c for c in self._calls.under_way if c.ledger is evaluation.ledger and not c.behind)
-        # Rows are finished, but the last calls may still return metrics.
+        # The last calls may still return metrics.
         if any(call.lease is not None and call.lease.step == step for call in calls):
             return
         metrics = evaluation.close(step, overlaps=self._spec.schedule.overlaps)
@@ -144,7 +143,7 @@ class Closing:
         self._ask_to_stop(row)
 
     def _check_best(self, evaluation: str, metrics: Mapping[str, float]) -> None:
-        """Warn once if the evaluation does not have the metric that selects the best checkpoint."""
+        """Warn once if the evaluation lacks the metric that selects the best checkpoint."""
         name = (self._spec.checkpoint.best or "").removeprefix("-")
         if self._best_is_checked or not name.startswith(f"{evaluation}/"):
             return

@@ -1,14 +1,13 @@
 """Dispatcher: gives idle worker groups the rows that are ready for their nodes.
 
-- A group starts nothing while it is busy, except interruptible calls (generation that overlaps
-  training).
+- A busy group starts only interruptible calls (generation that overlaps training).
 - A group starts nothing while another group on its pool is busy.
-- Before an update claims groups, the dispatcher sets aside those that are too old. The remaining
-  groups then show whether the batch is complete, so that each step is one update.
-- An update waits for evaluations of the weights that it would change, and for recording that is too
-  far behind.
+- Before an update claims groups, the dispatcher sets aside those that are too old. The other groups
+  then show whether the batch is complete.
+- An update waits for evaluations of the weights that it would change, and for recording that has
+  fallen behind.
 - If generation overlaps training, evaluation rows go first, because they are few. Otherwise they go
-  last, and use groups that training leaves idle.
+  last, on groups that training leaves idle.
 - Single rows wait briefly for others, so that calls have more rows (`_Gathering`).
 """
 
@@ -41,22 +40,22 @@ from .recording import MAX_BEHIND, is_due, recorded_steps
 
 
 MAX_WAIT_S = 0.25
-"""[s] Maximum batching delay for few ranks; for many ranks, `gather_s` may be longer."""
+"""[s] Maximum batching delay for few ranks; `gather_s` may be longer."""
 MAX_ROWS = 32
-"""[rows] With this many ready rows per replica, a call starts without delay."""
+"""[rows] With this many ready rows per replica, a call starts at once."""
 CLOCK_S = 1e-6
 """[s] Ignore shorter waits, because a simulated clock may have rounding errors."""
 
 
 class _Gathering:
-    """Decides how long ready rows may wait for more rows before their node is called.
+    """Decides how long ready rows wait for more rows before their node is called.
 
-    - Only rows for map and filter nodes wait, and only until their group is complete, because later
-      nodes need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
-    - The maximum delay is MAX_WAIT_S, or `gather_s` for many ranks, and includes the time while the
+    - Only rows for map and filter nodes wait, until their group is complete, because later nodes
+      may need complete groups. With MANY_RANKS or more at work, complete groups wait as well.
+    - The delay is at most MAX_WAIT_S, or `gather_s` for many ranks, including the time while the
       worker group is busy.
     - Rows that a quorum may need do not wait.
-    - Rows do not wait if no other call of the graph is running, because no more rows would come.
+    - Rows do not wait if no call of the graph is running, because no more would come.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -66,12 +65,12 @@ class _Gathering:
 
     @property
     def next_end_s(self) -> float | None:
-        """End of the earliest delay that is not over, on the run's clock, or None."""
+        """End of the next delay on the run's clock, or None."""
         now = self._clock()
         return min((until for until in self._until.values() if until - now > CLOCK_S), default=None)
 
     def look(self, graph_run: GraphRun, node: Node, under_way: UnderWay) -> None:
-        """Start the delay of a node that cannot start now, or clear it if no rows are ready."""
+        """Start the delay of a node that cannot start now; clear it if no rows are ready."""
         if not gathers(node):
             return
         if graph_run.ledger.readiness.ready(node):
@@ -134,15 +133,14 @@ class Dispatcher:
         self._calls = calls
         self._gathering = _Gathering(spec.backend.clock)
         self._seen = self._ready_rows()
-        """Graph -> number of ready rows of each node after the last dispatch."""
+        """Graph -> ready rows of each node after the last dispatch."""
         self._pools: dict[str, list[WorkerGroup]] = {}
         for group in self._groups.values():
             self._pools.setdefault(group.place.pool.name, []).append(group)
 
     @property
     def next_due_s(self) -> float | None:
-        """[s] Time on the run's clock when the next delay ends, so that a node can start; None
-        without delays."""
+        """[s] End of the next delay, when a node can start, on the run's clock, or None."""
         return self._gathering.next_end_s
 
     @property
@@ -175,7 +173,7 @@ class Dispatcher:
                 elif not self._gathering.holds(graph_run, node, len(group.replicas), under_way):
                     self._gathering.forget(graph_run, node)
                     self._start(graph_run, node, group, share)
-                    # Call now, so that the next node finds this group busy.
+                    # Now, so that the next node finds this group busy.
                     self._calls.make_calls()
         self._seen = self._ready_rows()
 
@@ -199,8 +197,7 @@ class Dispatcher:
         return True
 
     def record(self, *, hurry: bool) -> None:
-        """Let the recorder write finished rows if it is idle. With `hurry`, also write less than a
-        step's rows."""
+        """Let an idle recorder write finished rows; with `hurry`, also less than a step's."""
         recorder, each = self._groups.get(RECORDER), self._schedule.prompts_per_step
         idle = recorder is None or not (recorder.busy or self._pool_is_taken(recorder))
         for graph_run in self._graph_runs if idle else ():
@@ -212,8 +209,7 @@ class Dispatcher:
         self._calls.make_calls()
 
     def _record(self, graph_run: GraphRun, node: Node, recorder: WorkerGroup | None) -> bool:
-        """Claim rows and request a call that writes them. Return False if none need to be
-        written."""
+        """Claim rows and request a call that writes them. Return False if none need writing."""
         ledger = graph_run.ledger
         deadline_s = self._buffer.config.lease_deadline_s if recorder else None
         lease = ledger.claim(node, holder=RECORDER, deadline_s=deadline_s)
@@ -249,7 +245,7 @@ class Dispatcher:
             return None
         if not group.is_free(to_join=self._joins(node)):
             return None
-        # An evaluation must not wait for new weights that wait for the evaluation.
+        # The new weights wait for the evaluation, so the evaluation must not wait for them.
         waits_for_it = isinstance(graph_run, EvaluationRun) and not self._schedule.overlaps
         if self._weights.holds_back(group) and not waits_for_it:
             return None
@@ -275,21 +271,19 @@ class Dispatcher:
         return any(other.busy for other in self._pools[group.place.pool.name] if other is not group)
 
     def _is_evaluated(self, group: WorkerGroup) -> bool:
-        """Whether an update of the group would change weights that are being evaluated. The update
-        leaves the weights of its followers unchanged, so evaluations on followers do not count."""
+        """Whether an update of the group would change evaluated weights. The followers' weights do
+        not change, so evaluations on followers do not count."""
         return any(e.pending and group.name in e.graph.handles for e in self._evaluations)
 
     def _start(self, graph_run: GraphRun, node: Node, group: WorkerGroup, share: Share) -> None:
-        """Claim rows and request a call. If calls of the node may overlap, the least loaded
-        replicas get the rows."""
+        """Claim rows and request a call, on the least loaded replicas if calls may overlap."""
         updates = node.operation.updates
         lease = graph_run.ledger.claim(
             node,
             max_rows=share.max_rows,
             max_groups=share.max_groups,
             holder=group.name,
-            # No lease deadline: a started update cannot be undone, so the call's timeout ends the
-            # run.
+            # A started update cannot be undone, so the call's timeout ends the run instead.
             deadline_s=None if updates else self._buffer.config.lease_deadline_s,
             staleness=self._staleness(node, group) if graph_run is self._train else None,
             version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
@@ -319,12 +313,12 @@ class Dispatcher:
         self._calls.queue([request])
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
-        """Return the schedule's staleness limit for rows that an update claims, or None."""
+        """Return the staleness limit for rows that an update claims, or None."""
         if not node.operation.updates or not self._weights.followers(group.name):
             return None  # versions in the rows count updates of another group
         bound, fate = self._schedule.max_staleness, self._buffer.config.on_stale
         if bound and fate == "wait":
-            fate = "requeue"  # a row never gets younger, so "wait" would wait forever
+            fate = "requeue"  # a row never gets younger, so "wait" would never end
         return Staleness(group.version, bound, fate if bound else "wait")
 
     def _set_too_old_aside(self, node: Node, group: WorkerGroup) -> None:
@@ -349,8 +343,7 @@ class Dispatcher:
         assert node is not None and lease is not None
         completes = node.operation.updates and call.last
         held = graph_run.ledger.leases.holds(lease)
-        # If the call lost its lease, its metrics count only if its published rows do. Otherwise the
-        # rows are computed and measured again.
+        # Without the lease, metrics count only if published rows do; other rows are measured again.
         if held or publishes_as_it_goes(node):
             measured = merge(call.metrics)
             graph_run.add_metrics(
@@ -359,7 +352,7 @@ class Dispatcher:
         if completes:
             group.updating = False
         if not held:
-            return ()  # the lease expired or was given up, so the rows belong to another lease
+            return ()  # the rows belong to another lease
         graph_run.finish_rows(lease)
         if not completes:
             return ()

@@ -1,12 +1,10 @@
-"""LiveState: writes the current state of a run to `live.json` in its directory, for the dashboard
-and other viewers.
+"""LiveState: writes a run's current state to `live.json` in its directory, for the dashboard.
 
     {"at": 1763851200.2, "time_s": 812.4, "step": 12,
      "graphs": {"train": {"nodes": {"rollout.generate": {"todo": 96, ...}}}}, ...}
 
-The file is replaced at most once a second. The loop only copies existing counters, which takes tens
-of microseconds. A thread serializes them, reads the memory use of processes, and writes the file.
-The run does not need the file, so a full disk only stops the updates.
+The loop copies counters at most once a second, in tens of microseconds. A thread serializes them,
+reads the memory use of processes, and replaces the file. A full disk only stops these updates.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ READ_EVERY_S = 10.0
 RATE_S = 10.0
 """[s] Averaging period of rates."""
 MOST_LEASES, MOST_GROUPS = 100, 12
-"""Maximum number of listed leases, and of groups in flight, oldest first."""
+"""Maximum number of listed leases and groups in flight, oldest first."""
 LEAVE_S = 2.0
-"""[s] Longest wait for the thread to write the last state."""
+"""[s] Longest wait for the thread's last write."""
 
 
 class LiveState:
@@ -62,12 +60,10 @@ class LiveState:
         self._requests = RunRequests(run, epoch)
         self._looked = -EVERY_S
         self._seen: dict[str, dict[int, float]] = {}
-        """Kind of object, such as leases of a graph -> number of the object -> time when it was
-        first seen."""
+        """Kind of object, such as a graph's leases -> number -> time when first seen."""
         self._past: defaultdict[str, deque[tuple[float, dict[str, tuple[float, float]]]]]
         self._past = defaultdict(deque)
-        """Graph -> list of (past time, node -> (rows that had arrived at the node, rows that had
-        left it))."""
+        """Graph -> list of (past time, node -> (rows that had arrived, rows that had left))."""
         self._stacks: dict[str, dict[str, Any]] = {}
         """Worker -> its last requested stack trace. Only the thread uses it."""
         self._given: dict[str, Any] | None = None
@@ -77,12 +73,12 @@ class LiveState:
         self._thread = threading.Thread(target=self._write_all, name="live state", daemon=True)
 
     def note(self) -> None:
-        """Copy the state of the run if the last copy is old enough."""
+        """Copy the run's state if the last copy is old enough."""
         now = time.monotonic()
         if now - self._looked < EVERY_S:
             return
         self._looked = now
-        # Replace the whole dict: the thread may be reading the old one.
+        # A new dict, because the thread may be reading the old one.
         self._given = self._state()
         if self._thread.ident is None:
             with suppress(OSError):  # continue the readings of an earlier start, without a cut end
@@ -97,7 +93,7 @@ class LiveState:
             self._given, self._over = {**self._state(), "over": True}, True
             self._wanted.set()
             self._thread.join(LEAVE_S)
-        # A thread that hangs may still use the file.
+        # A hanging thread may still use the file.
         if not self._thread.is_alive():
             self._readings.close()
 
@@ -160,7 +156,7 @@ class LiveState:
         }
 
     def _ages(self, what: str, numbers: Iterable[int]) -> dict[int, float]:
-        """Return number -> seconds since the object with this number was first seen."""
+        """Return number -> seconds since the object was first seen."""
         now, before = time.time(), self._seen.get(what, {})
         self._seen[what] = {number: before.get(number, now) for number in numbers}
         return {number: now - at for number, at in self._seen[what].items()}
@@ -204,8 +200,7 @@ class LiveState:
         while not self._over:
             self._wanted.wait()
             self._wanted.clear()
-            # OSError: the disk is full. RuntimeError: the loop changed a dict while this thread
-            # read it.
+            # OSError: the disk is full. RuntimeError: the loop changed a dict during the read.
             with suppress(OSError, RuntimeError):
                 self._write()
 
@@ -217,7 +212,7 @@ class LiveState:
             worker = str(asked["worker"])
             self._stacks[worker] = {"at": time.time(), "text": self._stack(worker)}
         given["stacks"] = self._stacks
-        # Write to another name first, so that readers never see half a file.
+        # Readers must never see half a file.
         partial = self._path.with_name(f"{LIVE}{PARTIAL}")
         make_file(partial)
         partial.write_text(json.dumps(given, default=str))
@@ -225,7 +220,7 @@ class LiveState:
         self._read_memory(given["time_s"], memory)
 
     def _stack(self, worker: str) -> str:
-        """Return the stack trace of a worker. Only this thread waits for it; the loop continues."""
+        """Return the stack trace of a worker. Only this thread waits for it."""
         if self._backend.in_process:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             return "".join(traceback.format_stack(frame)) if frame else ""

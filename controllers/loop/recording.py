@@ -1,12 +1,10 @@
-"""Recording: adds to every graph a node that writes the graph's samples to the run directory in the
-background.
+"""Recording: gives every graph a node that writes its samples to the run directory.
 
-A group is recorded when all other nodes are done with it. Its rows are stored under the step that
-trained on them. In a graph without updates, that is the step that issued them, and in an evaluation
-the evaluated step.
+Weft records a group when all other nodes are done with it, under the step that trained on it. In a
+graph without updates, that is the step that issued it; in an evaluation, the evaluated step.
 
-Steps and checkpoints do not wait for recording. Unwritten rows stay in the buffer, so updates wait
-if recording is MAX_BEHIND steps behind. A resumed run records the rest.
+Steps and checkpoints do not wait for recording. Updates wait if recording is MAX_BEHIND steps
+behind, because unwritten rows stay in the buffer. A resumed run records the rest.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ RECORDED = (
     REJECTED_IDS,
     PREFERRED,
 )
-"""Recorded columns, in addition to the columns that the reward is computed from."""
+"""Recorded columns, besides those of the reward."""
 
 
 def with_recording(graph: Graph) -> Graph:
@@ -83,7 +81,7 @@ def with_recording(graph: Graph) -> Graph:
         return graph
     declaration = declaration_of(RecorderWorker.record)
     assert declaration is not None
-    # Wait for updates on lower levels as well: a group is recorded when everything else is done.
+    # Wait for updates on lower levels as well.
     updates = [n.name for n in graph.nodes if n.operation.updates and n.level in on_path]
     node = Node(
         name=f"{RECORDER}.record",
@@ -94,7 +92,7 @@ def with_recording(graph: Graph) -> Graph:
         reads=reads,
         missing=(),
         writes=(),
-        level=max(on_path),  # the deepest level, where the responses are
+        level=max(on_path),  # where the responses are
         makes_level=None,
         writers={c: writers[c] for c in reads},
         after=tuple(dict.fromkeys([*(w for c in reads if (w := writers[c])), *updates])),
@@ -103,8 +101,7 @@ def with_recording(graph: Graph) -> Graph:
 
 
 def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:
-    """Whether the groups of a step or of a whole evaluation are ready to record. With `hurry`, any
-    ready group is enough."""
+    """Whether a step's groups, a whole evaluation or, with `hurry`, any group can be recorded."""
     ready = graph_run.ledger.readiness.ready_groups(node)
     if isinstance(graph_run, EvaluationRun):
         complete = not graph_run.ledger.live.groups_at_work
@@ -114,7 +111,7 @@ def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: boo
 
 
 def recorded_steps(graph_run: GraphRun, lease: Lease, every: int) -> dict[int, int]:
-    """Return the groups to record, each with the step that its samples are stored under.
+    """Return group to record -> step that its samples are stored under.
 
     Args:
         every: [steps] Record every n-th step; 0 records none.

@@ -1,4 +1,4 @@
-"""Run: the loop that moves rows through the graphs, until the schedule is done.
+"""Run: the loop that moves rows through the graphs until the schedule is done.
 
        ┌───────────────────────────── next turn ─────────────────────────────┐
        v                                                                     │
@@ -11,20 +11,20 @@
                        v                 │
                      ranks of the worker groups
 
-- admit waits for room in the buffer. `Synchronous` and `Pipelined` also wait for the previous step
-  and the transfer of its weights.
+- admit waits for room in the buffer. On-policy schedules also wait for the previous step and the
+  transfer of its weights.
 - dispatch runs a node when it has rows and its group and pool are free. An update also waits until
   followers have read the previous weights, evaluations of these weights are over, and recording has
   caught up.
-- settle waits for the ranks until replies arrive, a deadline is reached, or a second has passed.
-- close waits for the step's update. If generation does not run ahead, it also waits for the
-  transfer of the weights and for evaluations.
-- save begins a checkpoint between updates. While a checkpoint is due, the loop admits and
-  dispatches nothing.
+- settle waits for replies, at most until a deadline or for a second.
+- close waits for the step's update. On-policy schedules also wait for the transfer of the weights
+  and for evaluations.
+- save begins a checkpoint between updates. While one is due, the loop admits and dispatches
+  nothing.
 
-The driver handles row ids and references, never tokens. A reply never starts a call directly:
-requests that follow from it (publish weights, hand over devices, save) are queued as `CallRequest`
-values for a later turn.
+The driver handles row ids and references, never tokens. A reply never starts a call directly: the
+loop queues the requests that follow from it (publish weights, hand over devices, save) for a later
+turn.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Run:
         # The time of a run includes its earlier starts.
         self._started = started = self._backend.clock() - (point.state.time_s if point else 0.0)
         path, epoch = directory.path, directory.starts + 1
-        # If generation overlaps training, an evaluation may use several versions.
+        # If generation overlaps training, evaluations may use several versions.
         keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
         schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
@@ -110,7 +110,7 @@ class Run:
         self._live = LiveState(path, self._backend, graph_runs, groups, started, epoch)
         self.failed = False
         self.ended = False
-        """Whether the run reached the end of its schedule."""
+        """Whether the run has reached the end of its schedule."""
         self.closed = False
 
     # Before the first step
@@ -139,11 +139,11 @@ class Run:
         """Run until the schedule is done.
 
         Raises:
-            SystemExit: The run was asked to end and has saved itself.
+            SystemExit: The run was asked to end, and has saved itself.
         """
         self._begin()
         while not self._finished:
-            # Leave only between updates, because a checkpoint cannot hold half an update.
+            # A checkpoint cannot hold half an update.
             if self._asked_to_leave and self._can_be_saved:
                 self._leave()
             if self._closing.ended_by is not None and self._can_be_saved:
@@ -158,7 +158,7 @@ class Run:
             self._refuse(self._closing.ended_by)
         if self._spec.checkpoint.writes:
             self._save_to_the_end()
-            # Evaluations of the last steps have ended since, so the best checkpoint is known.
+            # Evaluations of the last steps have ended, so the best checkpoint is known.
             self._saving.folder.prune(self._directory.values)
         self._calls.commit()  # the log must not be behind the metrics
         self._disk.write(self._directory.flush)
@@ -204,9 +204,9 @@ class Run:
             raise StalledError(self._why_stalled())
 
     def _take_replies(self) -> None:
-        """Take replies until a node can start, something is due, or no more replies come."""
+        """Take replies until a node can start, something is due, or none come."""
         self._live.note()
-        # If a call has begun or ended, other nodes may be able to start.
+        # After a call begins or ends, other nodes may be able to start.
         settled = not self._calls.take_changed() and not self._saving.holds_up
         patience_s = self._patience_s
         while came := self._calls.take_replies(patience_s):
@@ -215,7 +215,7 @@ class Run:
             if not (settled and can_wait and patience_s):
                 return
             self._disk.write(lambda: self.buffer.log.commit(fenced=False))
-            # With many ranks, resting lets replies arrive in larger batches.
+            # With many ranks, a pause lets more replies arrive at once.
             if rest_s := min(patience_s, self._calls.rest_s):
                 self._backend.rest(rest_s)
 
@@ -228,7 +228,7 @@ class Run:
             self._closing.close_step(metrics)
             for_best = self._spec.is_evaluated_for_best(train.step, over=train.over)
             self._saving.step_over(train.step, last=train.over, for_best=for_best)
-            # Without checkpoints, the run cannot be resumed, so old log entries are useless.
+            # Without checkpoints, nothing reads old log entries.
             if not self._spec.checkpoint.writes:
                 self._disk.write(self.buffer.shorten_log)
         self._disk.write(lambda: self._directory.flush(when_due=True))
@@ -242,7 +242,7 @@ class Run:
         if not at_rest or any(run.ledger.live.groups_behind for run in graph_runs):
             return False
         unseen = any(train.observes(n) and train.ledger.readiness.ready(n) for n in train.graph.nodes)
-        # If generation runs ahead, its surplus rows stay in the log when training ends.
+        # If generation runs ahead, its surplus rows stay in the log.
         left = graph_runs.evaluations.values() if self._spec.schedule.overlaps else graph_runs
         return not unseen and not any(run.ledger.live.groups for run in left)
 
@@ -254,8 +254,7 @@ class Run:
 
     @property
     def _patience_s(self) -> float:
-        """[s] Longest wait for replies: until a lease, a quorum or a delay ends, at most a
-        second."""
+        """[s] Longest wait for replies: until a lease, quorum or delay ends, at most a second."""
         due = [ledger.next_deadline for ledger in self.buffer.ledgers.values()]
         due.append(self._dispatcher.next_due_s)
         now = self._backend.clock()
@@ -274,7 +273,7 @@ class Run:
     # Checkpoints
 
     def _save(self) -> None:
-        """Continue the checkpoint that is being written, and begin the next one if it is due."""
+        """Continue the checkpoint that is being written, and begin one that is due."""
         self._tell_of_copies()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
@@ -305,8 +304,7 @@ class Run:
         )
 
     def _save_to_the_end(self, *, again: bool = False) -> None:
-        """Save the current step and wait until the checkpoint is on disk; with `again`, even if the
-        step already has one."""
+        """Save the current step and wait; with `again`, even if the step has a checkpoint."""
 
         def is_saved() -> bool:
             self._save()
@@ -327,14 +325,12 @@ class Run:
 
     @property
     def _asked_to_leave(self) -> bool:
-        """Whether the run should save itself and end. Without checkpoints, `Closing` ends the
-        run."""
+        """Whether the run should save itself and end."""
         return bool(asked_to_end()) or (self._spec.checkpoint.writes and self._requests.stop_asked)
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether the run can be saved: no update has claimed a part of its batch, and training
-        does not wait for an evaluation."""
+        """Whether no update has claimed part of a batch, and training waits for no evaluation."""
         evaluating = any(e.under_way for e in self.graph_runs.evaluations.values())
         waits = evaluating and self._spec.evaluations_hold_training
         return not waits and not any(self._train.taken.values())
@@ -350,7 +346,7 @@ class Run:
         raise SystemExit(128 + number if number == signal.SIGINT else 0)
 
     def _refuse(self, seen: Seen) -> NoReturn:
-        """End the run because of a symptom; save it first unless its weights are damaged."""
+        """End the run because of a symptom; save it first unless the symptom spoils its weights."""
         if seen.symptom.spoils:
             self._record_all()
         else:
@@ -360,7 +356,7 @@ class Run:
 
     def _save_as_it_stands(self) -> None:
         if self._spec.checkpoint.writes:
-            # An existing checkpoint of this step may lack rows that are in the buffer now.
+            # A checkpoint of this step may lack rows that are in the buffer now.
             self._save_to_the_end(again=True)
         self._record_all()
 
@@ -375,7 +371,7 @@ class Run:
     # From outside the loop
 
     def call_group(self, group: WorkerGroup, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of a group from outside the loop, and return the result of each rank."""
+        """Call a method of a group, and return the result of each rank."""
         ended: list[Call] = []
 
         def end(call: Call) -> list[CallRequest]:
@@ -392,7 +388,6 @@ class Run:
             self._settle()
 
     def close(self) -> None:
-        """End every process of the run and close its buffer."""
         self.closed = True
         try:
             self._live.close()

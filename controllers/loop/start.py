@@ -1,5 +1,4 @@
-"""Start a run: open its buffer, start its worker groups, and give each graph its ledger and its
-place in the data."""
+"""Start a run: its buffer, its worker groups, and each graph's ledger and place in the data."""
 
 from __future__ import annotations
 
@@ -34,18 +33,17 @@ from .run import Run
 
 
 def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: ResumePoint | None) -> Run:
-    """Start a run, or resume it from a checkpoint. On return, followers have their leaders'
-    weights.
+    """Start or resume a run. On return, followers have their leaders' weights.
 
     Raises:
-        UserError: A worker cannot be made, or the buffer belongs to other graphs.
+        UserError: A worker cannot start, or the buffer belongs to other graphs.
     """
     progress, backend = history.progress, spec.backend
     _tell(spec, progress, directory, in_full=point is None)
     graphs = {name: with_recording(graph) for name, graph in spec.graphs.items()}
     with ExitStack() as undo:
         undo.callback(backend.close)
-        # Opening the buffer copies a part of the log, so wait for room on the disk.
+        # Opening the buffer copies a part of the log, which needs room on the disk.
         buffer = history.disk.write(
             lambda: open_buffer(
                 directory,
@@ -59,7 +57,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         undo.callback(partial(buffer.close, going_on=True))
         if point is not None:
             ledgers = buffer.ledgers
-            # Rows of void leases are recorded again, so their samples would appear twice.
+            # Rows of void leases are recorded again, and would appear twice.
             directory.forget_samples(
                 lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
             )
@@ -96,14 +94,14 @@ def _tell(spec: RunSpec, progress: Progress, directory: RunDirectory, *, in_full
 
 
 THRESHOLDS = (500_000, 1_000, 1_000)
-"""Thresholds of Python's garbage collector. Objects of rows live as long as the rows and form no
-cycles; with the defaults, collecting took a third of the driver's time."""
+"""Thresholds of Python's garbage collector. With the defaults, collection takes a third of the
+driver's time, although objects of rows form no cycles."""
 
 
 @contextmanager
 def collected_seldom(seldom: bool) -> Iterator[None]:
-    """Collect garbage less often in the block if `seldom`. It should be False if workers share the
-    process, because their garbage may hold tensors."""
+    """Collect garbage less often in the block. Pass False if workers share the process, because
+    their garbage may hold tensors."""
     before = gc.get_threshold()
     if seldom:
         gc.set_threshold(*THRESHOLDS)
@@ -122,15 +120,14 @@ def open_buffer(
     backend: Backend,
     keep_checkpoints: int,
 ) -> SampleBuffer:
-    """Return the sample buffer of a run: a new one, or one restored from a checkpoint.
+    """Return a run's sample buffer, new or restored from a checkpoint.
 
-    If the run resumes without the rows in flight, a new buffer begins at the checkpoint's place in
-    the data.
+    To resume without the rows in flight, a new buffer begins at the checkpoint's place in the data.
 
     Args:
         backend: If it joins a cluster, each machine keeps segments on its own disk.
-        keep_checkpoints: Number of checkpoints to keep. The buffer keeps the rows in flight of
-            these checkpoints and of the one being written.
+        keep_checkpoints: Number of checkpoints whose rows in flight the buffer keeps, besides the
+            one being written.
     """
     folder = run.path / BUFFER
     spans_machines = backend.cluster is not None and backend.cluster.address is not None
@@ -147,9 +144,9 @@ def open_buffer(
         "keep_checkpoints": keep_checkpoints + 1,
     }
     if point is not None and point.with_rows:
-        with collected_seldom(True):  # all objects made for the rows stay alive
+        with collected_seldom(True):  # all objects of the rows stay alive
             return SampleBuffer.recover(folder, graphs, at=point.state.position, **kept)
-    # Continue the ids, so that no id in the run's files has two meanings.
+    # Ids in the run's files must stay unique.
     ids = None if point is None else Ids(point.state.next_id, point.state.next_group)
     buffer = SampleBuffer.create(folder, graphs, ids=ids, **kept)
     if point is not None:
@@ -159,7 +156,7 @@ def open_buffer(
 
 
 def _drop_lost_rows(buffer: SampleBuffer, backend: Backend, progress: Progress) -> None:
-    """Issue groups again if their rows are on lost nodes or unreadable."""
+    """Issue groups again if their rows are unreadable or on lost nodes."""
     for graph, group in buffer.drop_unreachable(backend.nodes, live=False):
         progress.say(f"group {group} of graph {graph!r} is issued again, because its node is gone")
     if backend.cluster is not None:
@@ -243,8 +240,8 @@ def _training_run(
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:
-    """Give up evaluations that were running at the checkpoint, because the weights of their step
-    are gone. The evaluation of the current step starts again."""
+    """Give up evaluations that were running at the checkpoint, because their weights are gone. The
+    evaluation of the current step starts again."""
     for step in sorted(run.ledger.live.groups_of_step):
         history.progress.say(
             f"the evaluation {run.name!r} of step {step} was still running, and is discarded"
@@ -256,7 +253,6 @@ def _give_up(run: EvaluationRun, history: RunHistory) -> None:
 
 
 def _num_tokens(graph: Graph, source: Batch) -> np.ndarray:
-    """Return the number of tokens of each row, [source rows]. If a node makes new rows from the
-    source's rows, only prompt tokens count."""
+    """[source rows] Count the tokens of each row; only prompt tokens if a node makes new rows."""
     makes_rows = any(node.level == SOURCE and node.makes_level is not None for node in graph.nodes)
     return num_tokens(source, {str(PROMPT_IDS)}.intersection(source.columns) if makes_rows else None)

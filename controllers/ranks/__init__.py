@@ -1,1 +1,1 @@
-"""Code that runs on a rank: execute tasks, read and write rows, and reply to the driver."""
+"""Code that runs on a rank: execute tasks, read and write rows, reply to the driver."""

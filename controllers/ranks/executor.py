@@ -1,11 +1,10 @@
-"""Executor: executes the calls on one worker, in turns on one thread. All backends with workers use
-it.
+"""Executor: executes the calls on one worker, in turns on one thread.
 
     ExecutorThread.replies_to(task) ──> Executor.add_task ──> CallOrder ──next──> Executor.take_turn
           ^                                                                             │
           └─────────────────────────────── replies <── run(task) <──────────────────────┘
 
-`Local` gives its tasks to an `Executor` directly.
+`Local` uses an `Executor` directly.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from ...workers.worker import Worker, peak_device_bytes
 from .row_io import DataAccess, Publisher, Replies, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 
-# CallOrder: the order of calls on one rank, as a state machine without a worker, thread or clock.
-# Generating calls are interruptible (`@remote(interruptible=True)`): after each step other calls
-# may run, such as a weight transfer. All other calls are exclusive.
+# CallOrder: the order of calls on one rank, as a state machine. Generating calls are interruptible
+# (`@remote(interruptible=True)`): after each step other calls may run, such as a weight transfer.
+# All other calls are exclusive.
 #
 #     expected ──add──> waiting ──next──> at work ──finish──> over
 #         │                ^                 │
@@ -38,10 +37,10 @@ from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 #         v
 #     cancelled ──add──> over
 #
-# - The next call is the first exclusive one, or else the first interruptible one.
+# - The next call is the first exclusive one, else the first interruptible one.
 # - Exclusive calls run to their end, in order of arrival.
-# - An interruptible call that gives way goes behind the other interruptible ones.
-# - An exclusive call waits at most for the current step of an interruptible one.
+# - An interruptible call that gives way goes behind the others.
+# - An exclusive call waits for at most one step of an interruptible one.
 
 
 class _TakesTurns(Protocol):
@@ -77,7 +76,7 @@ class CallOrder(Generic[C]):
         return True
 
     def give_way(self, call: C) -> None:
-        """After a step, move an interruptible call behind the others of its kind."""
+        """Move an interruptible call behind the others."""
         if call.interruptible:
             self._interruptible.remove(call)
             self._interruptible.append(call)
@@ -86,8 +85,7 @@ class CallOrder(Generic[C]):
         self._queue(call).remove(call)
 
     def cancel(self, number: int) -> C | None:
-        """Remove a call and return it. If it has not arrived, return None, and drop it when it
-        arrives."""
+        """Remove and return a call. If it has not arrived, return None and drop it on arrival."""
         call = self.find(number)
         if call is None:
             self._cancelled.add(number)
@@ -96,7 +94,7 @@ class CallOrder(Generic[C]):
         return call
 
     def find(self, number: int) -> C | None:
-        """Return the call with this number, or None if it has not arrived or is finished."""
+        """Return the call with this number, or None if it has not arrived or has ended."""
         calls = (*self._exclusive, *self._interruptible)
         return next((call for call in calls if call.number == number), None)
 
@@ -107,14 +105,12 @@ class CallOrder(Generic[C]):
 # Execution of one task
 
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions that Weft or the user raises to end a call or process. They are not failures of the
-worker's code."""
+"""Exceptions with which Weft or the user ends a call or process. They are not failures."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call and yield its replies. The last reply has `done` or `failure`; None instead of
-    a reply lets other calls take a turn. The executor appends the ids of samples that are no longer
-    needed to `given_up`."""
+    """Execute a call and yield its replies, or None to let other calls take a turn. The executor
+    appends the ids of samples that are no longer needed to `given_up`."""
     started = time.perf_counter()
     try:
         if task.rows is None:
@@ -129,9 +125,9 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
         if held:
             last = replace(last, metrics={**last.metrics, "device_bytes": Max(float(held))})
         yield replace(last, done=last.failure is None, seconds=time.perf_counter() - started)
-    except OURS:  # not a failure
+    except OURS:
         raise
-    except BaseException as error:  # user code may raise anything, such as asyncio.CancelledError
+    except BaseException as error:  # user code may raise asyncio.CancelledError
         yield Reply(failure=failure_of(error))
 
 
@@ -169,14 +165,14 @@ def _publish_parts(
     for part in _parts(result, given_up):
         if part is None and rows.operation.interruptible:
             yield from publisher.publish_due()
-            yield None  # other calls can take a turn
+            yield None
         else:
             yield from publisher.publish_part(part)
 
 
 def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
-    """Yield the parts of a method's result. If it is a generator, send it the ids of the samples
-    that were given up since its last part."""
+    """Yield the parts of a method's result. Send a generator the ids of samples that were given up
+    since its last part."""
     if not isinstance(result, Generator):
         yield from result
         return
@@ -184,7 +180,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
         part = next(result)
         while True:
             yield part
-            # Empty the list in place, because the executor appends to it.
+            # The executor appends to this list.
             said, given_up[:] = list(given_up), []
             part = result.send(said)
     except StopIteration:
@@ -194,7 +190,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
 # Executor
 
 KEEPALIVE_S = 5.0
-"""[s] A worker that makes steps sends a reply at least this often."""
+"""[s] A worker that advances sends a reply at least this often."""
 OnReply = Callable[[Reply], None]
 
 
@@ -222,7 +218,7 @@ class Executor:
         self._clock = clock
         self._order: CallOrder[_Running] = CallOrder()
         self._spoke_s = clock()
-        """[s] Time of the last reply of any call."""
+        """[s] Time of the last reply."""
 
     @property
     def busy(self) -> bool:
@@ -231,18 +227,17 @@ class Executor:
     def add_task(
         self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None
     ) -> None:
-        """Add a call. `on_start` is called before its first turn."""
+        """Add a call. The executor calls `on_start` before its first turn."""
         given_up: list[int] = []
         replies = run(self.worker, task, self._data, given_up)
         declaration = declared(type(self.worker), task.method) if task.rows is None else None
         interruptible = task.interruptible or (declaration is not None and declaration.interruptible)
         if not self._order.add(_Running(task, replies, on_reply, on_start, given_up, interruptible)):
-            # The call was cancelled before it arrived, and the driver still waits for its last
-            # reply.
+            # The driver still waits for the last reply of the cancelled call.
             on_reply(Reply(done=True))
 
     def take_turn(self) -> None:
-        """Continue the next call until it replies or gives way. Do nothing if there is none."""
+        """Continue the next call, if any, until it replies or gives way."""
         running = self._order.next
         if running is None:
             return
@@ -262,13 +257,13 @@ class Executor:
             running.on_reply(reply)
 
     def give_up_rows(self, number: int, sample_ids: Collection[int]) -> None:
-        """Tell a call that these rows are no longer needed. The worker's method may ignore this."""
+        """Tell a call that these rows are no longer needed, which its method may ignore."""
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
 
     def cancel_call(self, number: int) -> None:
-        """Cancel a call, now or on arrival. Rows that are finished are still published."""
+        """Cancel a call, now or on arrival. It still publishes finished rows."""
         running = self._order.cancel(number)
         if running is None:
             return
@@ -285,17 +280,17 @@ class Executor:
         running.on_reply(Reply(done=True))
 
 
-# ExecutorThread: a worker on a separate thread, in a process that receives calls on other threads
+# ExecutorThread: a worker on its own thread; the process receives calls on other threads
 
 
 POLL_S = 1.0
-"""[s] Longest wait for a reply before checking the worker's activity."""
+"""[s] Without a reply, check the worker's activity this often."""
 
 
 def replies_of(
     coming: queue.SimpleQueue[Reply], has_advanced: Callable[[], bool], poll_s: float = POLL_S
 ) -> Iterator[Reply]:
-    """Yield replies. While none comes, yield an empty reply whenever the worker has advanced."""
+    """Yield replies; while none comes, an empty one whenever the worker has advanced."""
     while True:
         try:
             reply = coming.get(timeout=poll_s)
@@ -321,7 +316,7 @@ class ExecutorThread:
         self._data = data
         self._steps = self._seen = 0
         self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
-        """Actions to run between two turns; None ends the thread."""
+        """Actions between two turns; None ends the thread."""
         self._up = threading.Event()
         self._worker: Worker | None = None
         self._failure: Failure | None = None
@@ -334,12 +329,11 @@ class ExecutorThread:
         return self._made()
 
     def advance(self) -> None:
-        """Count a step of the worker. Unlike a heartbeat, this count stops when the worker
-        hangs."""
+        """Count a step of the worker. Unlike a heartbeat, this stops when the worker hangs."""
         self._steps += 1
 
     def has_advanced(self) -> bool:
-        """Whether the worker has made a step since the last call."""
+        """Whether the worker has made a step since the last check."""
         before, self._seen = self._seen, self._steps
         return self._seen != before
 
@@ -351,8 +345,7 @@ class ExecutorThread:
         return self._worker
 
     def replies_to(self, task: Task) -> Iterator[Reply]:
-        """Yield the replies to a task. While the worker is still being made, yield empty
-        replies."""
+        """Yield the replies to a task; while the worker starts, yield empty replies."""
         while not self._up.wait(POLL_S):
             if self.has_advanced():
                 yield Reply()
@@ -378,12 +371,12 @@ class ExecutorThread:
         try:
             self._worker = make_worker()
             executor = Executor(self._worker, self._data)
-        except BaseException as error:  # sent as text, because not every exception can be pickled
+        except BaseException as error:
             self._failure = failure_of(error)
         self._up.set()
         try:
             self._serve(executor)
-        except BaseException:  # exit, so that callers see a dead process instead of waiting forever
+        except BaseException:  # otherwise callers would wait forever
             traceback.print_exc()
             os._exit(1)
         if self._worker is not None:
@@ -391,7 +384,7 @@ class ExecutorThread:
 
     def _serve(self, executor: Executor | None) -> None:
         while True:
-            # A request, such as a cancellation, must not wait for the end of the calls.
+            # A request, such as a cancellation, must not wait for calls to end.
             while executor is not None and executor.busy and self._requests.empty():
                 executor.take_turn()
             request = self._requests.get()

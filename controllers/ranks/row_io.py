@@ -1,4 +1,4 @@
-"""Rows on a rank: read a call's columns, check the worker's results, and write them."""
+"""Rows on a rank: read a call's columns, check the results, and write them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarra
     """Return the number of tokens of each row: [rows] int64.
 
     Args:
-        columns: Token columns to count, if present; None counts all token columns of the batch.
+        columns: Token columns to count; None counts all in the batch.
     """
     tokens = np.zeros(len(batch), np.int64)
     for column in TOKEN_COLUMNS:
@@ -57,8 +57,7 @@ def num_tokens(batch: Batch, columns: Container[str] | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class DataAccess:
-    """A process's access to rows: it memory-maps all files of its node, and appends to its own
-    files."""
+    """A process's access to rows: it maps all files of its node, and appends to its own."""
 
     reader: SegmentReader
     writer: SegmentWriter
@@ -69,8 +68,8 @@ class DataAccess:
 
 
 def gather(rows: RowTask, reader: SegmentReader) -> Batch:
-    """Return a call's columns as a batch of `len(rows.ids)` rows. Rows that are in order are not
-    copied."""
+    """Return a call's columns as a batch of `len(rows.ids)` rows, without a copy if they are in
+    order."""
     columns: dict[str, Any] = {
         str(SAMPLE_ID): rows.ids,
         str(GROUP_ID): rows.group_ids,
@@ -96,7 +95,7 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
             part = part.take(where)
         (of_file if piece.of_file else columns).update({name: part[name] for name in part.columns})
     batch = Batch.of(**columns)
-    if of_file:  # a file's column may have the name of a Weft column, but another type
+    if of_file:  # a column of a file may have the name of a Weft column, but another type
         record = batch.record
         names = [*record.schema.names, *of_file]
         batch = Batch(pa.RecordBatch.from_arrays([*record.columns, *of_file.values()], names=names))
@@ -113,10 +112,10 @@ def _masked(batch: Batch, ids: frozenset[int]) -> Batch:
 
 
 class _Gathered:
-    """Delays rows that an expansion yields one by one, so that each reply carries several rows.
+    """Delays rows that an expansion yields one by one, to send several in a reply.
 
-    Rows that still wait when the call ends are published, even if it fails. If the process dies,
-    these rows are lost and Weft generates them again.
+    When the call ends or fails, it publishes waiting rows. If the process dies, Weft generates them
+    again.
     """
 
     def __init__(self, gather_s: float, clock: Callable[[], float]) -> None:
@@ -127,7 +126,7 @@ class _Gathered:
         self._until = math.inf
 
     def add_part(self, part: Any) -> list[Any]:
-        """Add a part, and return the parts to publish. Only `Children` wait."""
+        """Add a part and return the parts to publish. Only `Children` wait."""
         children, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
         if not self._gather_s or not isinstance(children, Children):
             return [*self.take_all(), part]
@@ -156,13 +155,12 @@ def _joined(parts: list[Children]) -> Children:
 
 
 class Publisher:
-    """Checks and writes the results of a call, at once or in parts.
+    """Checks and writes a call's results, at once or in parts.
 
-    - A map, group or filter returns rows that it was given, each at most once. A map or a group
-      must return all of them.
-    - An expansion returns new rows made from given rows, their parents: either all rows of a parent
-      together, in order, or `Children` with their numbers. Each row gets the sample id reserved for
-      its parent and number. Rows published earlier are skipped.
+    - A map or group returns each given row once; a filter, at most once.
+    - An expansion returns new rows made from given rows (their parents): all rows of a parent in
+      order, or `Children` with their numbers. Each new row gets the sample id reserved for its
+      parent and number. The publisher skips rows that were published earlier.
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
@@ -171,16 +169,16 @@ class Publisher:
         self._missing = dict.fromkeys(ids)
         first = rows.first_children if rows.first_children is not None else ids
         self._first = dict(zip(ids, first, strict=True))
-        """Id of a given row -> first sample id reserved for its children."""
+        """Given id -> first sample id reserved for its children."""
         made = [frozenset(numbers) for numbers in rows.made or [()] * len(ids)]
         self._made_before = dict(zip(ids, made, strict=True))
-        """Id of a given row -> numbers of its children that were published earlier."""
+        """Given id -> numbers of its children that were published earlier."""
         self._made: set[tuple[int, int]] = set()
         self._gathered = _Gathered(task.gather_s, time.monotonic)
 
     def publish(self, part: Any) -> Generator[Reply, None, Reply]:
-        """Write a result to a segment, and return the reply for the driver. While the disk is full,
-        yield `paused` replies.
+        """Write a result to a segment and return the reply. While the disk is full, yield `paused`
+        replies.
 
         Raises:
             TypeError: The result is not a batch or metrics, or lacks a column.
@@ -188,12 +186,12 @@ class Publisher:
             OSError: The disk stayed full for MAX_PAUSE_S, or is broken.
         """
         operation = self._rows.operation
-        # Check the result even on a rank that publishes nothing.
+        # Ranks that publish nothing check the result too.
         rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
         if rows is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
-            return Reply(metrics=metrics)  # for example, an update: it writes no rows
+            return Reply(metrics=metrics)  # such as an update
         published, kept = self._described(rows)
         began = time.monotonic()
         while self._rows.writes:
@@ -207,7 +205,7 @@ class Publisher:
         return Reply(published, metrics=metrics)
 
     def publish_part(self, part: Any) -> Replies:
-        """Write a part of the results, unless it must wait for more parts (`_Gathered`)."""
+        """Write a part of the results, unless it waits for more (`_Gathered`)."""
         return self._publish_parts(self._gathered.add_part(part))
 
     def publish_due(self) -> Replies:
@@ -223,8 +221,7 @@ class Publisher:
                 yield reply
 
     def check_complete(self) -> None:
-        """Check at the end that no row is missing. Raise `UserError` if a map or a group operation
-        lost any."""
+        """Raise `UserError` if a map or group operation lost rows."""
         rows, shape = self._rows, self._rows.operation.shape
         if not (self._keep and rows.writes and self._missing and shape in (Shape.MAP, Shape.GROUP)):
             return
@@ -263,7 +260,7 @@ class Publisher:
         return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
-        """Return the sample ids of returned rows, [rows] int64. Each row may be returned once."""
+        """Return the sample ids of returned rows, [rows] int64."""
         if SAMPLE_ID in batch:
             ids = batch.numpy(SAMPLE_ID).astype(np.int64)
         elif len(batch) == len(self._rows.ids):
@@ -288,8 +285,7 @@ class Publisher:
     def _described_children(
         self, rows: Batch | Children
     ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the new rows, their sample ids and parent ids (both [rows] int64), and the ids of
-        finished parents."""
+        """Return new rows, their sample and parent ids ([rows] int64), and finished parents."""
         if isinstance(rows, Children):
             batch, numbers, finished = rows.rows, rows.numbers.tolist(), rows.finished
             parents = batch.numpy(PARENT_ID).astype(np.int64)
@@ -310,7 +306,7 @@ class Publisher:
         return batch, ids, parents, finished
 
     def _is_new(self, parent: int, number: int) -> bool:
-        """Record a new row. Return False if it was published before, by an earlier worker."""
+        """Record a new row. Return False if an earlier worker published it."""
         if not 0 <= number < MAX_CHILDREN:
             raise UserError(
                 f"{self._declared}: it may make at most {MAX_CHILDREN} rows from one row, but made more from {parent}"
@@ -357,6 +353,6 @@ def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     out = np.full(len(lengths), -1, np.int64)
     if len(values):
         filled = lengths > 0
-        # `reduceat` gives a wrong minimum for empty rows, so leave them out.
+        # `reduceat` gives a wrong minimum for empty rows.
         out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
     return out

@@ -1,4 +1,4 @@
-"""Messages between the driver and a rank: tasks and replies. They carry row ids, never columns."""
+"""Tasks and replies between the driver and a rank. They carry row ids, never columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...dataflow.untrusted_text import readable, redacted
 
 @dataclass(frozen=True)
 class RowTask:
-    """The rows of a call on one rank: their ids and the places of their columns."""
+    """Row ids of a call on one rank, and the places of their columns."""
 
     operation: Operation
     writes: tuple[str, ...]
@@ -35,17 +35,17 @@ class RowTask:
     parent_ids: np.ndarray
     pieces: Sequence[ColumnPiece] = ()
     first_children: np.ndarray | None = None
-    """For each row, the first of MAX_CHILDREN ids reserved for its new rows (EXPAND only)."""
+    """For each row, the first of MAX_CHILDREN ids for its new rows (EXPAND only)."""
     masked: frozenset[int] = frozenset()
     """Rows whose tokens are not trained on."""
     draws: Sequence[Sequence[int]] | None = None
     """The column `draw_path`, for operations that read it."""
     made: Sequence[Sequence[int]] | None = None
-    """For each row, numbers of the rows made from it earlier (EXPAND only), or None."""
+    """For each row, numbers of rows made from it earlier (EXPAND only), or None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The task holds no user objects, so the plain pickler is enough. Ray's pickler is slower:
-        # it checks each object for functions and classes that are defined in a script.
+        # The task holds no user objects, so the plain pickler is enough. Ray's is slower: it checks
+        # each object for functions and classes of scripts.
         return _row_task, (pickle.dumps(self.__dict__, protocol=5),)
 
 
@@ -59,10 +59,10 @@ class Task:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rows: RowTask | None = None
     keep: bool = True
-    """Whether this rank publishes the results. One rank of each replica does."""
+    """Whether this rank publishes the results, as one rank of each replica does."""
     number: int = 0
     gather_s: float = 0.0
-    """[s] Batching delay of rows that the call yields."""
+    """[s] Batching delay of yielded rows."""
 
     @property
     def interruptible(self) -> bool:
@@ -71,23 +71,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply to a call. The last reply has `done` or `failure`. An empty reply tells the driver
-    that the rank is alive."""
+    """A reply to a call. The last has `done` or `failure`; an empty one says the rank is alive."""
 
     published: Published | None = None
     segment: Segment | None = None
-    """Columns of the published rows; None if nothing was written."""
+    """Columns of the published rows, or None."""
     metrics: Metrics = field(default_factory=dict)
     value: Any = None
     done: bool = False
     seconds: float = 0.0
-    """[s] Time that the call took in the worker; only in the last reply."""
+    """[s] Duration of the call in the worker; only in the last reply."""
     failure: Failure | None = None
     paused: str = ""
-    """Error of the failed write while the rank waits for space on a full disk; otherwise empty."""
+    """Error of the failed write, while the rank waits for space on a full disk."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As in `RowTask`. The other fields may hold users' objects, which need Ray's pickler.
+        # As in `RowTask`. The other fields may hold user objects, which need Ray's pickler.
         plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
         return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
 
@@ -102,30 +101,28 @@ def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, 
 
 
 class FailureKind(Enum):
-    """Kind of a failure, which decides how the driver handles it."""
+    """Decides how the driver handles a failure."""
 
     EXCEPTION = auto()
     USER_ERROR = auto()
-    """The worker raised an exception that the user can fix."""
+    """An exception that the user can fix."""
     DISK_FULL = auto()
-    """A disk of the worker is full."""
     UNREADABLE = auto()
-    """The rows of the call could not be read. Their node may be gone."""
+    """The call's rows could not be read. Their node may be gone."""
     DIED = auto()
-    """The process is gone."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure in a worker as text, because not every exception can be pickled."""
+    """A worker's failure as text, because not every exception can be pickled."""
 
     message: str
     traceback: str = ""
     kind: FailureKind = FailureKind.EXCEPTION
     sample_ids: tuple[int, ...] = ()
-    """Samples that caused the failure, if known."""
+    """Samples that caused the failure."""
     sample: str = ""
-    """Description of the first of these samples, such as its prompt and response, if known."""
+    """Description of the first of these, such as its prompt and response."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -149,8 +146,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback from the worker's method on, without this folder's frames before it."""
-    # The message of a UserError is enough, unless an exception of the user's code caused it.
+    """Return the traceback from the worker's method on, without this folder's frames."""
+    # A UserError's message is enough, unless user code caused it.
     if isinstance(error, UserError) and error.__cause__ is None:
         return ""
     trace, ours = error.__traceback__, Path(__file__).parent

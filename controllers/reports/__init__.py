@@ -1,10 +1,10 @@
-"""Reports to the user during a run: progress, symptoms and trackers.
+"""Reports of a run: progress, symptoms and trackers.
 
 progress.py            decides what to show, and when
-step_line.py           what is shown: the columns of a step, an evaluation, the end of a run
-sample.py              one sample as a person reads it
-displays.py            shows it as plain lines or JSON lines
-terminal.py            shows it in a terminal
+step_line.py           contents: the columns of a step, an evaluation, the end of a run
+sample.py              formats one sample for people
+displays.py            shows contents as plain lines or JSON lines
+terminal.py            shows contents in a terminal
 symptoms.py            signs that a run cannot learn, each with advice
 trackers.py            TensorBoard, W&B, MLflow, trackio
 tracker_threads.py     sends metrics to each tracker on its own thread

@@ -1,8 +1,7 @@
 """Start a run's dashboard in a separate process, which the run never waits for.
 
-The process has its own session, so it survives Ctrl-C and the end of the terminal or the run. It
-ends when the run is over and no page has been open for IDLE_S. The run does not depend on it; `weft
-dashboard` shows the same pages.
+The process survives Ctrl-C and the end of the terminal or run. It ends when the run is over and no
+page has been open for IDLE_S. `weft dashboard` shows the same pages.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from ...dataflow.untrusted_text import VIEW
 
 PROGRAM = "weft.dashboard.server.serving"
 TOKEN = "WEFT_DASHBOARD_TOKEN"
-"""Environment variable with the token, set only for that process."""
+"""Environment variable with the token, only for that process."""
 IDLE_S = 3600.0
 LOG = "dashboard.log"
-"""File with the output of the process, in the run's `logs/`."""
+"""Output of the process, in the run's `logs/`."""
 
 
 def start_dashboard(run: Path) -> str:
     """Start a dashboard for the folder that holds this run, without waiting.
 
     Returns:
-        The address to open, with its token.
+        The address, with its token.
 
     Raises:
-        OSError: no port is free, or the process cannot be started.
+        OSError: No port is free, or the process cannot be started.
     """
     token = VIEW + secrets.token_urlsafe(24)
     with socket.socket() as listening:
@@ -51,7 +50,7 @@ def start_dashboard(run: Path) -> str:
             descriptors=[listening.fileno()],
         )
         child.close_input()
-        # Wait for it, so that it leaves no zombie if it ends before this process.
+        # Leave no zombie if it ends before this process.
         threading.Thread(target=child.wait, args=(None,), name="dashboard", daemon=True).start()
         return (
             f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}#/curves?run={quote(run.name)}"

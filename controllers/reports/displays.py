@@ -15,8 +15,7 @@ LONGEST_MESSAGE = 20_000
 
 
 class Display:
-    """Base class of displays, which show a run. This one shows nothing. After a method raises
-    OSError, no other method is called."""
+    """Base class of displays; shows nothing. After a method raises OSError, no other is called."""
 
     interval_s = math.inf
     """[s] Shortest time between two shown steps; the last step is always shown."""
@@ -65,8 +64,7 @@ class PlainLines(Display):
 
 
 class JsonLines(Display):
-    """Prints one JSON object per event, for programs. Its key `event` names the kind of event; a
-    step has all metrics."""
+    """Prints one JSON object per event, for programs. Its key `event` names the kind of event."""
 
     interval_s = 0.0
 

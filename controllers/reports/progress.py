@@ -23,7 +23,7 @@ from .sample import Sample, read_sample
 from .step_line import Ending, Step, score_of
 
 Form: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
-"""Form of the display. "auto" is "rich" on a terminal, and "plain" otherwise."""
+"""Form of the display. "auto" is "rich" on a terminal, otherwise "plain"."""
 
 
 def is_closed() -> bool:
@@ -35,10 +35,10 @@ def display_for(form: Form | bool) -> Display:
     """Return a display on standard output.
 
     Args:
-        form: the form; True means auto, False means none.
+        form: True means "auto", False means "none".
 
     Raises:
-        UserError: the form is unknown.
+        UserError: The form is unknown.
 
     >>> display_for("plian")
     Traceback (most recent call last):
@@ -67,9 +67,9 @@ class Progress:
     """Sends the events of a run to a display.
 
     Args:
-        steps: total steps of the run.
-        display: the display. When its terminal or pipe closes, nothing more is shown.
-        show_every: show a sample every this many steps; 0 for none.
+        steps: Total steps of the run.
+        display: When its terminal or pipe closes, nothing more is shown.
+        show_every: [steps] Interval between shown samples; 0 shows none.
     """
 
     def __init__(self, steps: int, run_dir: Path, display: Display, *, show_every: int = 10) -> None:
@@ -80,7 +80,7 @@ class Progress:
         self._show_every = show_every
         self._began = time.monotonic()
         self._paced_from: tuple[int, float] | None = None
-        """(first step since the start, its time). The pace excludes this step, which is slow."""
+        """(first step since the start, its time). The pace excludes this slow step."""
         self._shown_at = 0.0
         self._step: Step | None = None
         self._waits = False
@@ -89,16 +89,14 @@ class Progress:
         self._sample: Sample | None = None
         """A sample to show after its step."""
         self._recorded: tuple[int, Sequence[Path]] | None = None
-        """(latest step with recorded samples, paths where they may be)."""
+        """(latest step with recorded samples, their possible paths)."""
 
     @property
     def shows(self) -> bool:
         return type(self._display) is not Display
 
     def data(self, sources: Iterable[Source], *, in_full: bool) -> None:
-        """Show how Weft interpreted the rows of each source, or, unless `in_full`, only how many it
-        left out."""
-        # Several graphs may share a source.
+        """Show how Weft read each source or, unless `in_full`, how many rows it left out."""
         for source in {id(source): source for source in sources}.values():
             understood = getattr(source, "understood", None)
             if in_full and understood is not None:
@@ -116,8 +114,7 @@ class Progress:
         self.say(f"goes on after step {step}, from {checkpoint}")
 
     def alert(self, name: str, text: str, *, ends: bool = False, warning: bool = True) -> None:
-        """Add an alert, and show it as a warning or message unless it ends the run with an
-        error."""
+        """Add an alert, and show it unless it ends the run with an error."""
         self.alerts.report(name, text, ends=ends)
         if not ends:
             self._show(lambda: self._display.say(redacted(text), warning=warning))
@@ -143,12 +140,12 @@ class Progress:
         self._paced_from = None
 
     def stepped(self, row: Mapping[str, float]) -> None:
-        """Record a finished step; step 0 is the start of the run."""
+        """Record a finished step; 0 is the start of the run."""
         step, now = int(row["step"]), time.monotonic()
         self.alerts.step = step
         if not step:
             return
-        # The first step is slow, so its time counts only until there is a second one.
+        # The slow first step counts only until there is a second one.
         if self._paced_from is None:
             self._paced_from, pace_s = (step, now), now - self._began
         else:
@@ -164,8 +161,7 @@ class Progress:
             self._show(lambda: self._display.evaluated(score))
 
     def recorded(self, step: int, paths: Sequence[Path]) -> None:
-        """Note that samples of a step were written. They are in the first of the paths that
-        exists."""
+        """Note that samples of a step were written, in the first of the paths that exists."""
         self._recorded = step, paths
         if self.shows and step > self._sampled and self._show_every and step % self._show_every == 0:
             self._sample = read_sample(paths, step)
@@ -175,11 +171,11 @@ class Progress:
 
     @property
     def latest_sample(self) -> Sample | None:
-        """One of the latest recorded samples, if it can be read."""
+        """One of the latest recorded samples, if readable."""
         return read_sample(self._recorded[1], self._recorded[0]) if self._recorded else None
 
     def ended(self, ending: Callable[[float], Ending]) -> None:
-        """Show the summary of a run. `ending` makes it, given the seconds since the last start."""
+        """Show the summary that `ending` makes, given the seconds since the last start."""
         if self._waits:
             self._show_step()
         if self.shows:
@@ -206,7 +202,7 @@ class Progress:
             # The disk behind the output is full. There may be space for later output.
             if is_full(error):
                 return
-            # The terminal, or the reader of the pipe, is gone. The run continues without a display.
+            # The terminal, or the reader of the pipe, is gone.
             self._display = Display()
             with suppress(OSError, ValueError):
                 redirect_to_null([sys.stdout.fileno()])

@@ -29,12 +29,12 @@ LONGEST = 1200
 """[characters] Longest text to show."""
 MOST_LINES = 16
 MOST_TOKENS = 40
-"""Maximum number of token ids to show if there is no text."""
+"""Maximum number of token ids to show without text."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One recorded row. Long texts are cut."""
+    """One recorded row, with long texts cut."""
 
     step: int
     texts: Mapping[str, str]
@@ -42,11 +42,11 @@ class Sample:
     finish_reason: str = ""
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Parts of the reward by name, and whether the response was the preferred one."""
+    """Part of the reward -> value; also whether the response was preferred."""
 
     @property
     def shown(self) -> dict[str, str]:
-        """The texts, shortened, with control characters escaped for the terminal."""
+        """The texts, cut and escaped for the terminal."""
         return {name: cut_lines(readable(text), MOST_LINES) for name, text in self.texts.items()}
 
     @property

@@ -16,12 +16,12 @@ from ...dataflow.metric_names import SCORES, metric_of, score_label
 class _Column(NamedTuple):
     label: str
     metric: str
-    """Name of the metric, without the group."""
+    """Metric, without the group."""
     form: str
     spread: str = ""
-    """Name of the metric with the standard deviation, in the same group."""
+    """Metric with the standard deviation, in the same group."""
     instead_of: str = ""
-    """Show this column only if the step has no column with this label."""
+    """Show this column only if the step lacks the column with this label."""
 
 
 _COLUMNS = (
@@ -35,7 +35,7 @@ _COLUMNS = (
     _Column("gap", "mean_logprob_gap", ".0e"),
     _Column("tokens/s", "tokens_per_s", ",.0f"),
 )
-"""The columns of a step, in display order. Columns that were not measured are left out."""
+"""Columns of a step, in display order. Unmeasured ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class EvaluationScore:
     mean_reward: float | None = None
     """Mean reward, if it differs from the value."""
     lost: int = 0
-    """Number of prompts without a scored response, excluded from the value."""
+    """Number of prompts without a scored response, which the value excludes."""
     asked: int = 0
-    """Number of all prompts of the evaluation, if some are lost."""
+    """Number of all prompts, if some are lost."""
     larger_is_better: bool = True
 
     @property
@@ -118,10 +118,9 @@ class EvaluationScore:
 
 
 def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> EvaluationScore | None:
-    """Return the score of an evaluation from its metrics, named `EVALUATION/...`; None without any.
+    """Return the score of an evaluation from its metrics `EVALUATION/...`; None without any.
 
-    The score is a metric in `SCORES`, or else the first metric. For the latter, it is unknown
-    whether larger values are better.
+    The score is a metric in `SCORES`, or else the first metric, for which larger may not be better.
     """
     start = f"{evaluation}/"
     own = {n.removeprefix(start): value for n, value in metrics.items() if n.startswith(start)}
@@ -141,8 +140,7 @@ def score_of(evaluation: str, step: int, metrics: Mapping[str, float]) -> Evalua
 
 
 def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the measured interval, or, for mean rewards, one computed from their standard
-    deviation."""
+    """Return the measured interval or, for mean rewards, one from their standard deviation."""
     if f"{name}_low" in metrics and f"{name}_high" in metrics:
         return metrics[f"{name}_low"], metrics[f"{name}_high"]
     of = name.removesuffix("mean")
@@ -153,7 +151,7 @@ def _interval_of(name: str, metrics: Mapping[str, float]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run: its evaluations, and the paths of its results."""
+    """The end of a run: evaluations and paths of results."""
 
     run: str
     steps: int
@@ -162,7 +160,7 @@ class Ending:
     """Best score of each evaluation whose larger values are better."""
     last: tuple[EvaluationScore, ...]
     places: Mapping[str, Path]
-    """Name of a result, such as samples -> its path."""
+    """Result, such as samples -> its path."""
     best_checkpoint: str = ""
     """Path and value of the checkpoint for `CheckpointConfig.best`, shown with the places."""
 
@@ -194,8 +192,7 @@ def ending_of(
 
 
 def _rank(score: EvaluationScore) -> tuple[bool, float, float]:
-    """Return a sort key: prefer scores without lost prompts, then larger values and mean
-    rewards."""
+    """Sort key: prefer scores without lost prompts, then larger values and mean rewards."""
     value = -math.inf if math.isnan(score.value) else score.value
     return not score.lost, value, score.value if score.mean_reward is None else score.mean_reward
 

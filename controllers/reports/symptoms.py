@@ -1,7 +1,6 @@
 """Symptoms: signs that a run cannot learn. Each is reported once, with advice.
 
-Weft looks for mistakes in the graph before anything starts, and for symptoms in the metrics of
-steps. To add a rule, add an entry to `MISTAKES` or `SYMPTOMS`.
+Weft looks for `MISTAKES` in the graph before the start, and for `SYMPTOMS` in the metrics of steps.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Row = Mapping[str, float]
 
 NO_SIGNAL, SHORT_STEP = "no_signal", "short_step"
 FIRST = 3
-"""Number of first values of a metric that form the baseline for later ones."""
+"""Number of first values of a metric that are the baseline for later ones."""
 FIRST_WITHOUT_SIGNAL = 2
-"""Report "no signal" if this many steps from the start of a run have no signal."""
+"""Report "no signal" if this many steps from the start of a run have none."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +36,22 @@ class _Symptom:
     name: str
     """Name in alerts and in `Driver(stop_on=...)`."""
     shows: Callable[[_Past], str | None]
-    """Returns a description if the last step shows the symptom, "" if not, and None if it was not
-    measured."""
+    """Returns a description if the last step shows the symptom, "" if not, None if not measured."""
     advice: str
     steps: int = 1
-    """Report the symptom after this many measured steps in a row; 0 if `shows` itself considers
-    earlier steps."""
+    """Measured steps in a row that must show the symptom; 0 if `shows` considers earlier steps."""
     spoils: bool = False
-    """Whether the weights are spoiled, so that the run saves no checkpoint."""
+    """Whether the symptom spoils the weights, so that the run must not save them."""
 
 
 class _Past:
-    """The metrics of a run so far: its last steps, and averages of its first ones."""
+    """A run's metrics so far: its last steps, and averages of its first ones."""
 
     def __init__(self) -> None:
         self.rows: deque[Row] = deque(maxlen=64)
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
-        """Step -> whether rewards differed within any group, if measured."""
+        """Measured step -> whether rewards differed within any group."""
 
     def add_step(self, row: Row) -> None:
         if not row["step"]:
@@ -78,8 +75,7 @@ class _Past:
 
 
 def check_group_sizes(graph: Graph) -> None:
-    """Raise a `UserError` if a node compares the responses to a prompt, but each prompt has only
-    one."""
+    """Raise a `UserError` if a node compares the responses to a prompt, but there is only one."""
     for node in graph.nodes:
         estimator = node.arguments.get("estimator")
         compares = node.function in (drop_zero_variance, best_and_worst) or (
@@ -102,8 +98,7 @@ def _groups_of_one(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]
 
 
 def _rows_of_group(graph: Graph, node: Node) -> int | None:
-    """Return the number of rows in a group at a node, or None if the graph does not determine
-    it."""
+    """Return the number of rows in a group at a node, or None if unknown."""
     number, level = 1, node.level
     while level:
         maker = next(n for n in graph.nodes if n.makes_level == level)
@@ -145,12 +140,11 @@ MISTAKES = (
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
     ),
 )
-"""(function that yields the places of a mistake in a training graph and its groups, advice) for
-each mistake."""
+"""Mistakes: (function that yields their places in a training graph and its groups, advice)."""
 
 
 def _has_signal(row: Row) -> bool | None:
-    """Return whether rewards differ within any group; None if not measured."""
+    """Whether rewards differ within any group; None if not measured."""
     shares = _without_signal(row)
     return any(share != 1 for share in shares) if shares else None
 
@@ -164,7 +158,7 @@ def _no_signal(past: _Past) -> str | None:
     if _has_signal(past.last) is None:
         return None
     steps = len(past.signal)
-    # After step 10 this is no longer "from the start"; `signal_lost` takes over.
+    # After step 10, `signal_lost` takes over.
     if any(past.signal.values()) or steps < FIRST_WITHOUT_SIGNAL or past.last["step"] > 10:
         return ""
     return (
@@ -197,19 +191,19 @@ def _equal_rewards(past: _Past) -> str | None:
 
 
 def _all_are(row: Row) -> str:
-    """Describe the single value of all rewards; empty if they differ."""
+    """Describe the one value of all rewards; empty if they differ."""
     means = [name.removesuffix("std") + "mean" for name, value in _training(row, "std") if value == 0]
     known = [row[mean] for mean in means if mean in row]
     return f" (all are {known[0]:g})" if known else ""
 
 
 def all_filtered(row: Row, groups: int) -> str:
-    """Return a message if the first step cannot end because a filter drops every group for its
-    equal rewards. Return an empty string if it is too early to tell.
+    """Return a message if a filter drops every group for its equal rewards, so that the first step
+    cannot end; empty if it is too early to tell.
 
     Args:
-        row: the metrics of the step so far.
-        groups: number of dropped groups, with none passed, that triggers the message.
+        row: Metrics of the step so far.
+        groups: Number of dropped groups, with none passed, that triggers the message.
 
     >>> all_filtered({"zero_variance_groups": 3.0, "reward/mean": 0.0}, 4)
     ''
@@ -226,7 +220,7 @@ def all_filtered(row: Row, groups: int) -> str:
 
 
 def rewards_of(row: Row) -> str:
-    """Format the mean rewards of a step so far for a message; empty without rewards.
+    """Format the mean rewards of a step so far; empty without rewards.
 
     >>> rewards_of({"reward/mean": 0.12, "reward/std": 0.1, "reward/right": 0.02, "reward/scored": 8.0, "actor/loss": 1.0})
     ' (mean 0.12, std 0.1, right 0.02)'
@@ -281,7 +275,7 @@ def _drifted(past: _Past) -> str | None:
 
 
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of a metric of each training group, without evaluations."""
+    """Yield (name, value) of a metric of each training group."""
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
@@ -290,7 +284,7 @@ def _memory_low(past: _Past) -> str | None:
     if free is None or not limit:
         return None
     own = _resident(past.last)
-    # Report it only if the run itself uses a considerable part of the node's memory.
+    # Only if the run itself uses much of the node's memory.
     if free > 0.1 * limit or sum(own.values()) < 0.05 * limit:
         return ""
     largest = sorted(own, key=lambda group: -own[group])[:3]
@@ -307,7 +301,7 @@ def _memory_grows(past: _Past) -> str | None:
         quarters = [sum(values[k * each : (k + 1) * each]) / each for k in range(4)]
         rises = [after - before for before, after in pairwise(quarters)]
         grown = quarters[3] - quarters[0]
-        # Each quarter must rise by at least half of an even share of the growth.
+        # Each quarter must rise by at least half an even share of the growth.
         if grown >= max(256 << 20, 0.1 * quarters[0]) and min(rises) > grown / 6:
             a_step = grown / (3 * each)
             left = past.last["host_free_bytes"] / a_step
@@ -384,12 +378,11 @@ SYMPTOMS = (
     ),
 )
 SYMPTOM_NAMES = (*(symptom.name for symptom in SYMPTOMS), SHORT_STEP)
-"""Names for `Driver(stop_on=...)`. `../loop/admission.py` detects a step that lacks groups before
-the run trains on it."""
+"""Names for `Driver(stop_on=...)`. `../loop/admission.py` detects short steps."""
 
 
 def check_stop_on(names: object) -> tuple[str, ...]:
-    """Check and return the names of the symptoms that end a run.
+    """Check and return names of symptoms that end a run.
 
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
@@ -397,7 +390,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
 are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows, short_step
 
     Raises:
-        UserError: a name is not a symptom.
+        UserError: A name is not a symptom.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         raise UserError(
@@ -429,7 +422,7 @@ def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
 
 
 class Watch:
-    """Checks each step of a run, and reports each symptom once."""
+    """Checks a run's steps, and reports each symptom once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -450,7 +443,7 @@ class Watch:
         return [seen for seen in judged if seen is not None]
 
     def _judge(self, symptom: _Symptom, step: int) -> Seen | None:
-        # A step without the metric neither continues nor ends the steps in a row.
+        # A step without the metric neither continues nor ends a streak.
         if symptom.name in self._said or (text := symptom.shows(self._past)) is None:
             return None
         self._in_a_row[symptom.name] = self._in_a_row[symptom.name] + 1 if text else 0

@@ -1,4 +1,4 @@
-"""Show a run in a terminal with columns, colours and frames. The only module that uses `rich`."""
+"""Show a run in a terminal. The only module that uses `rich`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ROWS_A_HEADER = 20
 WIDEST_FRAME = 100
 APART = 2
 STYLES = {"reward": "bold", "no signal": "yellow", "truncated": "yellow"}
-"""Label of a column -> its style; others have none."""
+"""Label of a column -> its style."""
 NONE = "0%"
 """Value that is never coloured."""
 LABEL, WARNING, FRAME = "dim", "yellow", "cyan"
 
 
 class Terminal(Display):
-    """Shows steps as table rows, samples in frames, and the end as lines.
+    """Shows steps as table rows, samples in frames, and the end as lines. Respects `NO_COLOR`.
 
-    The model's text is never interpreted as markup, and `NO_COLOR` is respected. If the columns do
-    not fit into the terminal, a step is one line with labelled numbers.
+    The model's text is never markup. If the columns do not fit, a step is one line with labelled
+    numbers.
     """
 
     interval_s = 0.2
@@ -38,7 +38,7 @@ class Terminal(Display):
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._widths: dict[str, int] = {}
         self._rows = 0
-        """Number of steps since the last header; 0 prints it again."""
+        """Steps since the last header; 0 prints it again."""
 
     def say(self, text: str, *, warning: bool = False) -> None:
         text = readable(cut(text, LONGEST_MESSAGE))
@@ -90,7 +90,7 @@ class Terminal(Display):
         self._rows = 0
         title = f"run {ending.run}: {ending.steps} steps, {clock(ending.seconds)}"
         self._console.print(self._text(title, "bold"), soft_wrap=True)
-        for what, value in ending.lines:  # without a frame, so that paths can be copied
+        for what, value in ending.lines:  # no frame, so that paths can be copied
             line = self._text(f"  {what:16} ", LABEL).append_text(self._text(value))
             self._console.print(line, soft_wrap=True)
 

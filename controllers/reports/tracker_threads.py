@@ -1,13 +1,12 @@
-"""Send the metrics of a run to its trackers, each on its own thread, so that a slow or hanging
-tracker never stops the run.
+"""Send a run's metrics to its trackers, each on its own thread, so that no tracker stops the run.
 
     start ──> follows ──end_all()──> sends what remains ──> ended
                  │ raises: reported once              │ takes longer than FINISH_S: reported, and left behind
                  │ shows no sign of life for STUCK_S: reported once
 
-The run's own files are the queue: a thread reads the metrics that were added since its last read,
-so a slow tracker costs no memory. `trackers/NAME.json` in the run's directory records the sent
-metrics. A resumed run sends the metrics that its trackers missed.
+The run's files are the queue: a thread reads the metrics that were added since its last read, so a
+slow tracker costs no memory. `trackers/NAME.json` records the sent metrics; a resumed run sends the
+others.
 """
 
 from __future__ import annotations
@@ -49,11 +48,10 @@ FINISHED, FAILED = "finished", "failed"
 
 
 def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, its new metrics). A step is repeated when more of its metrics have been
-    measured.
+    """Yield (step, its new metrics). A step may come again with more metrics.
 
     Args:
-        sent: Metric -> latest sent step. For a finished run, only later steps are read.
+        sent: Metric -> latest sent step. From a finished run, only later steps are read.
     """
     try:
         news = table.news()
@@ -74,9 +72,9 @@ def new_values(table: FollowedTable, sent: Mapping[str, int]) -> Iterator[tuple[
 
 @dataclass
 class _SentMetrics:
-    """The metrics that one tracker has received, so that a resumed run sends nothing twice.
+    """The metrics that one tracker has received.
 
-    Trackers take the steps of a metric in order, so the latest sent step of each metric is enough.
+    Trackers get a metric's steps in order, so its latest sent step is enough.
     """
 
     id: str = ""
@@ -131,17 +129,16 @@ def path_of(run: Path, tracker: str) -> Path:
 
 
 class _Follower(threading.Thread):
-    """Sends the metrics of a run to one tracker, on its own thread. If the run was resumed, `after`
-    is the step of its checkpoint."""
+    """Sends a run's metrics to one tracker. `after` is the step of a resumed run's checkpoint."""
 
     def __init__(self, run: Path, tracker: str, after: int | None, samples: int = 0) -> None:
         super().__init__(name=f"tracker {tracker}", daemon=True)
         self.tracker, self.error = tracker, ""
         self.looks = 0
-        """Number of times that the thread has read the metrics, as a sign of life."""
+        """Number of reads of the metrics, as a sign of life."""
         self.is_left_behind = False
-        """Whether the run ended before this thread. The thread must then send nothing, because the
-        run may have been resumed with another thread."""
+        """Whether the run ended before this thread, which must then send nothing: the run may have
+        been resumed with another thread."""
         self._run, self._after, self._samples = run, after, samples
         self._metrics = FollowedTable(run, METRICS)
         self._path = path_of(run, tracker)
@@ -153,7 +150,7 @@ class _Follower(threading.Thread):
             self.follow(lambda seconds: self._said if self._ended.wait(seconds) else None)
         except BaseException as error:  # also SystemExit, which some packages raise
             self.error = redacted(f"{type(error).__name__}: {error}")
-            logger.info("tracker %s failed", self.tracker, exc_info=True)  # the alert of the run warns
+            logger.info("tracker %s failed", self.tracker, exc_info=True)  # the run's alert warns
 
     def say_ended(self, said: str) -> None:
         """Let the thread send what remains, and end. `said` is FINISHED or FAILED."""
@@ -164,7 +161,7 @@ class _Follower(threading.Thread):
         """Send metrics until the run is over.
 
         Args:
-            said_within: waits up to this many seconds for the end of the run, and returns FINISHED,
+            said_within: Waits up to this many seconds for the end of the run. Returns FINISHED,
                 FAILED, or None if the run continues.
         """
         tracker = new_tracker(self.tracker)
@@ -195,14 +192,13 @@ class _Follower(threading.Thread):
         sent |= self._send_samples(tracker, max(steps, default=-1))
         if sent:
             tracker.flush()
-        # Save after the flush: after a crash in between, values are sent twice, but none is
-        # missing.
+        # After the flush: a crash in between sends values twice, but loses none.
         self._sent.save(self._path)
 
     def _send_samples(self, tracker: Tracker, latest: int) -> bool:
-        """Send samples of the latest recorded step with metrics. Return whether any were sent.
+        """Send samples of the latest recorded step with metrics, and return whether there were any.
 
-        Earlier steps are skipped, so that a slow tracker never builds up a backlog of texts.
+        Skips earlier steps, so that a slow tracker has no backlog of texts.
         """
         log = getattr(tracker, "log_samples", None)
         if not self._samples or log is None or latest < 0:
@@ -222,7 +218,7 @@ class _Follower(threading.Thread):
 
 
 def _hidden(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Remove secrets of the environment from a row, before its texts are cut."""
+    """Remove the environment's secrets from a row, before its texts are cut."""
     for at, column in enumerate(batch.schema):
         if pa.types.is_string(column.type):
             texts = [None if text is None else redacted(text) for text in batch.column(at).to_pylist()]
@@ -248,7 +244,7 @@ class TrackerThreads:
     """The trackers of a run.
 
     Args:
-        report: Sets the gauges of the cluster's endpoint (`prometheus`), if there is one.
+        report: Sets the gauges of the cluster's endpoint (`prometheus`), if any.
         warn: Shows an alert.
     """
 
@@ -262,28 +258,28 @@ class TrackerThreads:
     ) -> None:
         samples = trackers if isinstance(trackers, Mapping) else dict.fromkeys(trackers, 0)
         self._samples = {name: number for name, number in samples.items() if name != PROMETHEUS}
-        """Tracker -> number of recorded samples to send of each step."""
+        """Tracker -> number of samples to send of each step."""
         self._report = report if PROMETHEUS in trackers else None
         self._warn, self._clock = warn, clock
         self._run = run
         self._threads: list[_Follower] = []
         self._seen: dict[str, tuple[int, float]] = {}
-        """Tracker -> (its number of reads, [s] time when this number was first seen)."""
+        """Tracker -> (its reads, [s] time when this number was first seen)."""
         self._reported: set[str] = set()
 
     def start(self, after: int | None) -> None:
-        """Start the threads. If the run was resumed, `after` is the step of its checkpoint."""
+        """Start the threads. `after` is the step of a resumed run's checkpoint."""
         for name, samples in self._samples.items():
             self._seen[name] = 0, self._clock()
             self._threads.append(_Follower(self._run, name, after, samples))
             self._threads[-1].start()
 
     def stepped(self, row: Mapping[str, float]) -> None:
-        """Report a step or evaluation to the endpoint, and check on the threads without waiting."""
+        """Report a step or evaluation to the endpoint, and check the threads."""
         if self._report is not None:
             try:
                 self._report(self._run.name, row)
-            except Exception as error:  # no error of Ray's endpoint may end a run
+            except Exception as error:  # no error of the endpoint may end a run
                 self._report = None
                 self._warn(f"tracker {PROMETHEUS!r} failed, and the run continues without it: {error}")
         now = self._clock()
@@ -297,8 +293,7 @@ class TrackerThreads:
                 self._tell(one, f"has not responded for {STUCK_S:g} s")
 
     def end_all(self, *, finished: bool) -> None:
-        """Let the trackers send what remains, and wait for them: FINISH_S, or LEAVE_S if the run
-        failed or was stopped."""
+        """Let trackers send the rest: wait FINISH_S, or LEAVE_S if the run did not finish."""
         threads, self._threads = self._threads, []
         for one in threads:
             one.say_ended(FINISHED if finished else FAILED)

@@ -19,9 +19,9 @@ from ...dataflow.config import flattened
 from ...dataflow.errors import UserError, nearest
 
 MOST_SAMPLES = 100
-"""Maximum number of samples of a step to send to a tracker."""
+"""Maximum number of samples per step for a tracker."""
 PROMETHEUS = "prometheus"
-"""Name of the Ray cluster's Prometheus endpoint. The driver itself reports to it."""
+"""The Ray cluster's Prometheus endpoint, to which the driver itself reports."""
 
 
 @dataclass(frozen=True)
@@ -30,47 +30,40 @@ class TrackedRun:
 
     name: str
     folder: Path
-    """`runs/NAME`. A tracker that writes files makes a folder there."""
+    """`runs/NAME`. A tracker makes a folder for its files there."""
     config: Mapping[str, Any]
     """The run's `config.json`, without secrets."""
     id: str = ""
-    """The id that `Tracker.open` returned in an earlier start of the run, or empty."""
+    """Id that `Tracker.open` returned in an earlier start of the run, or empty."""
     after: int | None = None
-    """The step that the run resumes after, or None for a new run."""
+    """Step after which the run resumes, or None for a new run."""
     logged: int = 0
-    """Number of calls of `Tracker.log` in earlier starts of the run."""
+    """Number of calls of `Tracker.log` in earlier starts."""
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run, on its own thread. An exception in a method ends only the
-    tracker.
+    """Takes the metrics of one run, on its own thread. An exception ends only the tracker.
 
-    A tracker may also have `log_samples(step, rows)` for samples of a step. Each row has the texts
-    `prompt`, `response`, `answer` and `verdict`, and the number `reward`. Calling it counts as a
-    call of `log`.
+    A tracker may also have `log_samples(step, rows)`. Each row has the texts `prompt`, `response`,
+    `answer` and `verdict`, and the number `reward`. A call counts as one of `log`.
     """
 
     overwrites: ClassVar[bool] = False
-    """Whether a run that went back to a checkpoint sends the steps after it again, as replacements.
-
-    Otherwise these steps are not sent again.
-    """
+    """Whether a resumed run sends the steps after its checkpoint again, as replacements."""
 
     def open(self, run: TrackedRun) -> str:
-        """Begin a run, or continue one that was started before. Return the `id` for its next
-        start."""
+        """Begin or continue a run. Return the `id` for its next start."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. A step may come again with other metrics, such as those of an
-        evaluation."""
+        """Log metrics of a step. It may come again with other metrics, such as an evaluation's."""
         ...
 
     def flush(self) -> None:
-        """Store everything logged so far, so that it survives the end of this process."""
+        """Store everything logged so far, to survive the end of this process."""
 
     def close(self, *, failed: bool) -> None:
-        """End the tracking, because the run is over or its driver is gone."""
+        """End the tracking: the run is over."""
         ...
 
 
@@ -78,8 +71,8 @@ def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bo
     """Check that each tracker is known and its package is installed, without importing it.
 
     Raises:
-        UserError: a tracker is unknown, or its package is missing. Names the tracker, and the
-            nearest known name or the package to install.
+        UserError: A tracker is unknown, or its package is missing. The message has the nearest name
+            or the package to install.
 
     >>> check_trackers(["tensorbord"], has_endpoint=False)
     Traceback (most recent call last):
@@ -114,8 +107,7 @@ def check_trackers(names: Sequence[str] | Mapping[str, int], *, has_endpoint: bo
 
 
 def new_tracker(name: str) -> Tracker:
-    """Make a tracker from its name or `module:Class`. The tracker's package is imported here or in
-    `open`."""
+    """Make a tracker from its name or `module:Class`."""
     if name in NAMED:
         return NAMED[name][0]()
     module, _, tracker = name.partition(":")
@@ -123,7 +115,7 @@ def new_tracker(name: str) -> Tracker:
 
 
 def _plain(name: str) -> str:
-    """Replace characters in the name of a metric or setting that some trackers reject.
+    """Replace characters of a name that some trackers reject.
 
     >>> _plain("eval/pass@8"), _plain("reward/my own")
     ('eval/pass_at_8', 'reward/my_own')
@@ -139,8 +131,8 @@ class _TensorboardTracker(Tracker):
     """Writes event files in `tensorboard/` of the run with `tensorboardX`, without TensorFlow or
     torch.
 
-    After a resume, new steps replace earlier ones: the new file begins with a `purge_step`, from
-    which on TensorBoard ignores other files.
+    After a resume, new steps replace earlier ones: TensorBoard ignores other files from the new
+    file's `purge_step` on.
     """
 
     overwrites = True
@@ -158,7 +150,7 @@ class _TensorboardTracker(Tracker):
             self._writer.add_scalar(_plain(name), value, step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        # An indented code block, so that the text of samples is not read as Markdown.
+        # An indented code block, because the texts are not Markdown.
         parts = (f"{name}: {value}" for row in rows for name, value in (*row.items(), ("", "")))
         block = textwrap.indent("\n".join(parts), "    ", lambda line: True)
         self._writer.add_text("samples", block, step)
@@ -171,7 +163,7 @@ class _TensorboardTracker(Tracker):
 
 
 def _new_writer(folder: Path, purge_step: int | None) -> Any:
-    """Make a writer of event files. Hides torch, which tensorboardX would import without need."""
+    """Make a writer of event files. Hides torch, which tensorboardX would needlessly import."""
     had = "torch" in sys.modules
     if not had:
         # This makes `import torch` fail.
@@ -179,7 +171,7 @@ def _new_writer(folder: Path, purge_step: int | None) -> Any:
     try:
         from tensorboardX import SummaryWriter
 
-        # File names have a resolution of seconds: without a suffix, files could replace each other.
+        # File names have a resolution of seconds; without a suffix, files could replace each other.
         return SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=f".{time.time_ns()}")
     finally:
         if not had:
@@ -190,9 +182,9 @@ class _WandbTracker(Tracker):
     """Weights & Biases: a run in the project `WANDB_PROJECT`, or `weft`; a resumed run keeps its
     id.
 
-    W&B drops values for steps before its latest one, such as values of evaluations. Its own step
-    therefore only counts calls. The training step is a metric, which is the x-axis of all curves.
-    Logged values cannot be replaced, so repeated steps are not sent again.
+    W&B drops values for steps before its latest one, such as those of evaluations. Its step
+    therefore counts calls, and the training step is a metric, the x-axis of all curves. Logged
+    values cannot be replaced, so Weft does not send steps again.
     """
 
     def open(self, run: TrackedRun) -> str:
@@ -231,8 +223,8 @@ class _MlflowTracker(Tracker):
     """MLflow: a run in the experiment `MLFLOW_EXPERIMENT_NAME`, or `weft`, at
     `MLFLOW_TRACKING_URI`.
 
-    A resumed run continues under its id. MLflow keeps all values that it was ever sent for a step,
-    so repeated steps are not sent again.
+    A resumed run keeps its id. MLflow keeps all values of a step, so Weft does not send steps
+    again.
     """
 
     def open(self, run: TrackedRun) -> str:
@@ -248,7 +240,7 @@ class _MlflowTracker(Tracker):
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-        # Every version of MLflow accepts values of 500 characters, and 100 parameters in a request.
+        # Every version of MLflow accepts values of 500 characters and requests of 100 parameters.
         values = flattened(run.config).items()
         settings = [Param(_plain(key), str(value)[:500]) for key, value in values]
         for first in range(0, len(settings), 100):
@@ -273,7 +265,7 @@ class _MlflowTracker(Tracker):
 class _TrackioTracker(Tracker):
     """trackio: a run in the project `TRACKIO_PROJECT`, or `weft`; a resumed run keeps its name.
 
-    trackio keeps all values, so repeated steps are not sent again.
+    trackio keeps all values, so Weft does not send steps again.
     """
 
     def open(self, run: TrackedRun) -> str:
@@ -309,4 +301,4 @@ NAMED: Mapping[str, tuple[type[Tracker], str]] = {
     "mlflow": (_MlflowTracker, "mlflow"),
     "trackio": (_TrackioTracker, "trackio"),
 }
-"""Name -> (tracker, the package that it needs)."""
+"""Name -> (tracker, its package)."""
