@@ -1,13 +1,13 @@
-"""Layouts computed from formulas, without modules: for planning, simulation, and reproducing tables
-of papers.
+"""Layouts from formulas, without modules: for planning, simulation, and reproducing tables of
+papers.
 
 In HybridFlow (arXiv:2409.19256, section 5), a rank has these coordinates:
 
-    rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d replicas
+    rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d
+    replicas
 
 When generating with p_g stages and t_g shards, the rank takes stage `p_i // (p / p_g)` and shard
-`t_i // (t / t_g)`. So its generation weights contain its training weights, and no second copy is
-needed.
+`t_i // (t / t_g)`. So its generation weights contain its training weights, without a second copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from ..dataflow.errors import UserError
 from .weights import Box, Layout, Piece, TensorLayout, Where
 
-# Pipeline stages
-#
-# The model is cut into `stages * chunks` pieces of consecutive layers. Piece k belongs to stage
-# `k % stages`, as in Megatron-LM's interleaved schedule (arXiv:2104.04473, section 2.2.2).
+# Pipeline stages: the model is cut into `stages * chunks` pieces of consecutive layers. Piece k
+# belongs to stage `k % stages`, as in Megatron-LM's interleaved schedule (arXiv:2104.04473, section
+# 2.2.2).
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """Number of layers in each piece, in model order. It may be 0, for example for a stage that has
-    only the head."""
+    """Number of layers in each piece, in model order; may be 0, for example for a stage with only
+    the head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
@@ -71,8 +70,8 @@ class PipelineStages:
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
         """Cut the model into nonempty pieces. Minimize the cost of the most expensive piece, then
         the sum of squared costs (linear partition problem, solved by dynamic programming). `costs`
-        are [layers], at least 0. Add the cost of the embedding to the first layer, and the cost of
-        the head to the last. Raises UserError if there are more pieces than layers.
+        are [layers], at least 0; the first includes the embedding, the last the head. Raises
+        UserError if there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
         PipelineStages(stages=3, layers=(2, 3, 1))
@@ -99,8 +98,8 @@ def _partition(
     """Cut a line of layers into nonempty pieces at the lowest price. Return the price, and the end
     of each piece.
 
-    `sums` are cumulative costs: the cost of all layers before each one. `price` maps the cost of a
-    piece to its price. `joined` combines the prices of two parts of the line.
+    `sums` are cumulative costs: the cost of all layers before each one. `price` maps a piece's cost
+    to its price. `joined` combines the prices of two parts of the line.
     """
     num_layers = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(price(sums[end]), [end]) for end in range(num_layers + 1)]
@@ -128,11 +127,9 @@ class Parameter:
     split_dim: int | None = None
     """Dimension that tensor parallelism splits; None if each shard holds the whole parameter."""
     layer: int = 0
-    """Layer of the parameter. Embeddings belong to the first layer, the head to the
-    last."""
+    """Layer of the parameter. Embeddings belong to the first layer, the head to the last."""
     tied_layer: int | None = None
-    """Another layer whose stage has a copy. For an embedding tied to the head, this is the last
-    layer."""
+    """Another layer whose stage has a copy: the last layer, for an embedding tied to the head."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +145,9 @@ class Parallelism:
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
-        """Return the "pp", "tp" and "dp" coordinates of each rank. `order` lists the coordinates,
-        the one that changes fastest first. The default is HybridFlow's order; Megatron-LM's is
-        ("tp", "dp", "pp")."""
+        """Return each rank's "pp", "tp" and "dp" coordinates. `order` lists them, the
+        fastest-changing first. The default is HybridFlow's order; Megatron-LM's is ("tp", "dp",
+        "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(
                 f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}"
@@ -165,8 +162,8 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to the devices of consecutive nodes. Use the same `first_node` for layouts that
-    share devices."""
+    """Assign ranks to the devices of consecutive nodes. Layouts that share devices need the same
+    `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
         for rank in range(num_ranks)
@@ -183,8 +180,8 @@ def three_dimensional(
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
     default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`. For `order`,
-    see `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or does not
-    include some layer."""
+    see `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a
+    layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]
@@ -201,10 +198,10 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks for generation. The number of stages `pp` and of shards
-    `tp` must divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation
-    shard contains its training shard. Otherwise, groups are consecutive ranks, as in "HybridFlow-V"
-    in table 2 of the paper."""
+    """Return the layout of the same ranks for generation. `pp` and `tp` must divide those of
+    training. If `regrouped`, groups follow HybridFlow: a rank's generation shard contains its
+    training shard. Otherwise, groups are consecutive ranks, as in "HybridFlow-V" in table 2 of the
+    paper."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -218,8 +215,8 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
     "generation_tp" in generation, and "micro_dp".
 
     Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they get the same
-    rows. Read literally, the paper's 3D_ALL_MICRO_DP protocol would split rows inside such a group;
-    this function does not.
+    rows. The paper's 3D_ALL_MICRO_DP protocol, read literally, would split rows inside such a
+    group.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -267,7 +264,7 @@ def replicas(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of independent engines, each of one tensor-parallel group, as in vLLM."""
+    """Return the layout of independent engines of one tensor-parallel group each, as in vLLM."""
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
     label = f"{num_replicas} replicas of TP {tp}"
     return _of_stages_and_shards(parameters, 1, tp, parts, ranks, dtype, label)
