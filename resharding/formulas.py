@@ -3,8 +3,7 @@ papers.
 
 In HybridFlow (arXiv:2409.19256, section 5), a rank has these coordinates:
 
-    rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d
-    replicas
+    rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d replicas
 
 When generating with p_g stages and t_g shards, the rank takes stage `p_i // (p / p_g)` and shard
 `t_i // (t / t_g)`. So its generation weights contain its training weights, without a second copy.

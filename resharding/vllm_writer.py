@@ -5,10 +5,8 @@ there.
 records each copy instead of executing it. So Weft needs no table of fused projections, grouped
 heads, padding or experts.
 
-    checkpoint                       fake on `meta`          the model's loader            parameter
-    on `meta`
-    layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_
-    layers.0.qkv_proj.weight[64:96]
+    checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
+    layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
 
 The offset and strides of a view of a fake tensor determine its box. A clone of a view counts as the
 view. If a loader zeroes a tensor before it copies it, the copy counts as a fill. Other results (a

@@ -43,14 +43,13 @@ class Files:
     folder: Path
     """Has a subfolder for each node. Unused if `scratch` is set."""
     file_bytes: int = FILE_BYTES
-    """[bytes] Size of a segment file."""
     memory_bytes: int | None = None
-    """[bytes] Maximum size of the segments that a node keeps in memory; None: the kernel
-    decides."""
+    """[bytes] Most bytes of segments that a node keeps in memory; None leaves this to the
+    kernel."""
     scratch: Scratch | None = None
     """A local folder on each machine; None if all machines share `folder`."""
     start: int = 0
-    """Number of restarts of the run, which makes the names of writers unique."""
+    """Number of restarts of the run. It makes the names of writers unique."""
 
     def of_node(self, node: str) -> Path:
         """Folder of a node's segment files, as processes on that node see it."""
@@ -60,8 +59,7 @@ class Files:
         return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
 
     def logs_of_node(self, node: str, run: Path) -> Path:
-        """Folder for the logs of a node's processes: in `run`, or the node's own if the node cannot
-        see `run`."""
+        """Folder for the logs of a node's processes: in `run` if the node sees it."""
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:
@@ -108,8 +106,6 @@ def this_node() -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """A reply of one rank to a call."""
-
     call: Call
     rank: int
     reply: Reply
@@ -153,8 +149,7 @@ class Backend(Protocol):
         ...
 
     def rest(self, seconds: float) -> None:
-        """Sleep, so that the next `wait` returns more replies. Does nothing if the workers run in
-        this process."""
+        """Sleep, so that the next `wait` returns more replies. Does nothing in a single process."""
 
     def clock(self) -> float:
         """[s] Monotonic time, for deadlines and timelines."""
@@ -191,13 +186,12 @@ class Backend(Protocol):
         return ()
 
     def memory(self) -> Mapping[str, Memory]:
-        """Return node -> last known memory of the node and of the run's processes there, without
-        waiting."""
+        """Return node -> last known memory of the node and of the run's processes there."""
         return {}
 
     @property
     def cluster(self) -> Cluster | None:
-        """The operations of a cluster, where ranks can die or hang individually; None for a single
+        """The operations of a cluster, whose ranks can die or hang one by one; None for one
         process."""
         return None
 
@@ -209,7 +203,7 @@ class Cluster(Protocol):
     """[s] Longest wait for room for the ranks that a run needs."""
 
     def replace(self, group: WorkerGroup, rank: int) -> None:
-        """End a rank's process and start a new one, without waiting. Calls to the new process wait
+        """End a rank's process and start a new one, without waiting. Calls to the new one wait
         until it is up; calls to the old one get no reply."""
         ...
 
@@ -222,8 +216,8 @@ class Cluster(Protocol):
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """Id of the last sample that a rank recorded with `Context.at`, or None. Works even after
-        the rank has died."""
+        """Id of the last sample that a rank recorded with `Context.at`, even if it has died, or
+        None."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:
@@ -245,7 +239,7 @@ class Cluster(Protocol):
 
 def check_machine(handles: Mapping[str, Handle], placement: Mapping[str, Place]) -> None:
     """Raise a `UserError` if this machine has too little memory for the workers. On GPU machines,
-    the workers check it themselves."""
+    the workers check it."""
     if machine_gpus():
         return
     for name, handle in handles.items():

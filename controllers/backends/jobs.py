@@ -56,8 +56,8 @@ def in_package(folder: Path) -> bool:
 def root_of(
     root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
 ) -> Path:
-    """Return the folder for run directories. A relative `root` is resolved below `WEFT_ROOT`, or
-    else, in a job, below `~/weft`.
+    """Return the folder for run directories. A relative `root` goes below `WEFT_ROOT`, or else, in
+    a job, below `~/weft`.
 
     >>> root_of("runs", {"WEFT_ROOT": "/shared/weft"}), root_of("/data/runs", {"WEFT_ROOT": "/shared/weft"}), root_of("runs", {})
     (PosixPath('/shared/weft/runs'), PosixPath('/data/runs'), PosixPath('runs'))
@@ -107,8 +107,7 @@ class JobRequest:
     """A Python program in `working_dir`."""
     arguments: Sequence[str] = ()
     name: str | None = None
-    """Folder of the job's runs below `root`, and prefix of the job's id. Default: the script's
-    name."""
+    """Folder of the job's runs below `root`, and prefix of its id. Default: the script's name."""
     working_dir: Path = Path()
     excludes: Sequence[str] = ()
     root: str = DEFAULT_ROOT
@@ -203,8 +202,6 @@ OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the job server describes it."""
-
     id: str
     status: str
     """PENDING, RUNNING, or one of OVER."""
@@ -250,8 +247,7 @@ class Jobs:
             self._client = _client(self.address)
 
     def submit(self, request: JobRequest, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Send a job's files, start the job, and return its id. `tell` receives a summary of the
-        files.
+        """Send a job's files, start it, and return its id. `tell` receives a summary of the files.
 
         Raises:
             UserError: The files are too large, or do not include the script.
@@ -423,8 +419,7 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Convert errors of Ray's client: a wrong or missing token to `UserError`, others to
-    `RunError`."""
+    """Convert Ray's errors: a wrong or missing token to `UserError`, others to `RunError`."""
     from ray.exceptions import AuthenticationError
 
     try:

@@ -62,8 +62,7 @@ class ModelFolders:
     """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """Return the group's settings with this node's paths of the model folders. Copies missing
-        folders.
+        """Return the group's settings with this node's model folders. Copies missing folders.
 
         Args:
             node: Ray's id of this node.
@@ -120,8 +119,6 @@ class ModelFolders:
 
 
 class SentFolders:
-    """The model folders of a run, on the driver's side."""
-
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
         self._node = node

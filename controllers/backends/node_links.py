@@ -55,7 +55,7 @@ NewText = Mapping[str, tuple[int, bytes]]
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
     """Return the new text in a folder's logs, at most the last MAX_BYTES of each. `known` maps a
-    log to the number of bytes already seen."""
+    log to the number of bytes seen."""
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
@@ -157,8 +157,7 @@ class _SegmentHost:
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
 
     def location(self) -> tuple[str, bytes | None, list[str]]:
-        """The server's address, its certificate (None without encryption), and warnings about its
-        folder."""
+        """The server's address, its certificate (None without encryption), and warnings."""
         return self.server.location, self._certificate, self._notes
 
     def new_text(self, known: Mapping[str, int]) -> NewText:
@@ -173,8 +172,8 @@ class _SegmentHost:
             time.sleep(SAMPLE_S)
 
     def memory(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes (worker -> pid). Return the memory of the node and of the processes
-        watched so far."""
+        """Watch these processes (worker -> pid). Return the node's memory, and that of the
+        processes watched so far."""
         self._processes.watch(processes)
         return self._processes.memory()
 
@@ -250,8 +249,7 @@ class _SegmentServers:
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        """Process the servers' answers. Return whether the last one has arrived and `peers` are
-        new."""
+        """Process the servers' answers. Return whether all have arrived and `peers` are new."""
         if not self._asked:
             return False
         self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds dead servers
@@ -287,8 +285,7 @@ class _SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Forget dead servers, and return whether there were any. Checks at most once every
-        LOOK_S."""
+        """Forget dead servers, and return whether there were any. Checks at most every LOOK_S."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -313,13 +310,13 @@ class _SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return Ray's id -> name for this node, the known nodes, and all nodes that are alive. Names
-    come from host names, so a node keeps its name in the next run.
+    """Return Ray's id -> name for this node, the known nodes, and all live nodes. Names come from
+    host names, so a node keeps its name in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
-        known: Existing names (Ray's id -> name). They are kept, and no other node gets one of them.
+        known: Existing names (Ray's id -> name), which stay and are not reused.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -355,8 +352,7 @@ class _Arrival:
     reply: Reply
     process: Process
     by: float
-    """[s] Deadline for the rank to know the other nodes, and for the other ranks to know its
-    node."""
+    """[s] Deadline for the rank to know the other nodes, and for other ranks to know its node."""
 
     @property
     def at(self) -> tuple[str, int]:
@@ -435,8 +431,8 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Record that a rank is up. `take_events` returns its reply once it is connected to all
-        nodes."""
+        """Record that a rank is up. `take_events` returns its reply once all nodes are
+        connected."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
@@ -458,8 +454,7 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Begin to start servers on all nodes in use, if there are several. `_advance` completes
-        the start."""
+        """Begin to start servers on all nodes in use, if there are several; `_advance` goes on."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return

@@ -31,7 +31,6 @@ class _ReservedPart:
     """The part of a pool on one node."""
 
     strategy: Any
-    """Scheduling strategy that places an actor there."""
     node: str = ""
     """Ray's id of the node; empty if the pool had no room there when the run started."""
     address: str = ""
@@ -45,8 +44,7 @@ class _ReservedPart:
     """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """Return a promise of the part's GPUs, which change if Ray moves the bundle off a lost
-        node."""
+        """Return a promise of the part's GPUs. Ray may move the bundle of a lost node."""
         import ray
 
         held: Any = ray.remote(_gpus_from)
@@ -59,13 +57,11 @@ class ReservedPool:
     parts: Sequence[_ReservedPart]
     """One part for each node of the pool."""
     cpus: int
-    """Number of CPUs that Ray counts for the pool; 0 if the pool is a guest on another pool's
+    """Number of CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's
     node."""
 
 
 class Reservations:
-    """The reserved pools of a run."""
-
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._groups: list[Any] = []

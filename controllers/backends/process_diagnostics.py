@@ -41,8 +41,6 @@ class _ProcessMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a node, and of the run's processes on it."""
-
     processes: dict[str, _ProcessMemory]
     """Worker, such as `rollout[0]` -> its memory."""
     node: NodeMemory | None = None
@@ -132,8 +130,8 @@ ADVICE = (
 
 
 class _HeldProcess:
-    """A pidfd of a process, which identifies it even if its pid is reused. Raises OSError if there
-    is no such process."""
+    """A pidfd of a process, valid even if its pid is reused. Raises OSError if the process is
+    gone."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -238,7 +236,6 @@ STATES = {
 }
 
 Frame = tuple[str, str, str]
-"""File, line and function."""
 
 
 def write_on_request() -> None:
@@ -361,7 +358,7 @@ class ProcessWatch:
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
         """Return worker -> innermost frames of its executor's thread, or why there are none. Skips
-        workers that are not watched."""
+        unwatched workers."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
@@ -423,8 +420,8 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the settled promises from `promises`. Return (value in `promises`, result) of those
-    that succeeded."""
+    """Remove the settled promises from `promises`. Return (value, result) of those that
+    succeeded."""
     import ray
     from ray.exceptions import RayError
 

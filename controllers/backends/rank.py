@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 
 def rank_process(rank_class: type) -> type:
-    """Return a Ray actor class that sets its environment first, and has the methods of
-    `rank_class`.
+    """Return a Ray actor class with `rank_class`'s methods, which first sets its environment.
 
     Ray pickles the class by value because a function creates it. Its methods use no outside names.
     The actor's arguments are:
@@ -222,8 +221,8 @@ def _note_path(logs: Path, group: str, rank: int) -> Path:
 MAX_CALLS = 64
 """Maximum number of concurrent calls with rows on a rank, each in its own thread."""
 CONTROL = "control"
-"""Ray concurrency group for calls without rows (weights, cancelling). Calls with rows cannot block
-it."""
+"""Ray concurrency group for calls without rows (weights, cancelling), which other calls cannot
+block."""
 CONTROL_CALLS = 16
 
 
@@ -235,7 +234,6 @@ class RankFiles:
     replaced: int
     """Number of times the rank was replaced. Each of its processes has separate files."""
     peers: Peers | None
-    """The other nodes, if known."""
     models: ModelFolders | None = None
     """Model folders in the group's settings that other nodes may lack."""
     written_on: str | None = None

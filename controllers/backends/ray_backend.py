@@ -228,8 +228,7 @@ class RayBackend(Backend, Cluster):
         }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """Wait for starting ranks, and return (group, rank) -> answer. Progress restarts the
-        timeout.
+        """Wait for ranks to start. Return (group, rank) -> answer. Progress restarts the timeout.
 
         Args:
             promises: Promise of an answer -> (group, rank).
@@ -411,8 +410,7 @@ class RayBackend(Backend, Cluster):
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Describe a process that died, with the end of its log, which says more than Ray's
-        error."""
+        """Describe a process that died, with the end of its log."""
         # The process may have run on a machine that does not see the run's directory.
         self._links.bring_logs()
         log = self._setup.run_dir / LOGS / log_name(who)
@@ -457,8 +455,8 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Return a message if a process died because its node lacks a module that this process has,
-    else None."""
+    """Return a message if a process died because its node lacks a module of this process, else
+    None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

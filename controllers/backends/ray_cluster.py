@@ -137,8 +137,7 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
 
 
 MAX_BYTES = 100 << 20
-"""[bytes] Maximum size of a folder before zipping. Ray keeps zip files in its head node's
-memory."""
+"""[bytes] Maximum size of a folder before zipping. Ray's head node keeps zip files in memory."""
 EXCLUDES = ("runs/", ".venv/", "venv/", ".git/", "__pycache__/")
 """Patterns of files that Weft never sends, in addition to `.gitignore` and `.rayignore`."""
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -210,8 +209,7 @@ class UserCode:
         return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the
-        folders."""
+        """The runtime environment for `ray.init`; empty if `ray job submit` sent the folders."""
         job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
         told: dict[str, Any] = {}
         if self.working_dir is not None and "working_dir" not in job:
@@ -237,7 +235,7 @@ class RayCluster:
 
     Args:
         address: `host:port` or "auto". None: `RAY_ADDRESS`, or else a local cluster.
-        grows: Whether nodes may join while pools are reserved.
+        grows: Whether nodes may join while Weft reserves pools.
         code: The user's code, which an existing cluster receives.
     """
 
@@ -279,7 +277,7 @@ class RayCluster:
             # checks this). The second requires a token, as by default, but silences a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-            # Ranks have their own environments, so they would never use workers that Ray starts
+            # Ranks have their own environments, so they would not use workers that Ray starts
             # early.
             os.environ.setdefault("RAY_enable_worker_prestart", "0")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")

@@ -290,8 +290,7 @@ def _generated_tokens(graph: Graph) -> int | None:
 
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
-    """Return the group with the smallest row limit and that limit [tokens], or None without
-    limits."""
+    """Return the group with the smallest row limit and that limit [tokens], or None."""
     found = ((name, one.worker_class.longest_row(one.config)) for name, one in graph.handles.items())
     limits = [(name, tokens) for name, tokens in found if tokens is not None]
     return min(limits, key=lambda limit: limit[1], default=None)
@@ -314,8 +313,8 @@ MAX_ROWS = 10_000_000
 
 
 def check_rows(graph: Graph, prompts: int, setting: str) -> None:
-    """Check that the driver can hold the rows of this many prompts. `setting`, for the error
-    message, decides the number of prompts."""
+    """Check that the driver can hold the rows of this many prompts. `setting` decides their
+    number."""
     rows = prompts * expected_rows(graph)
     if rows > MAX_ROWS:
         several = [n for n in graph.nodes if n.arguments.get("n", 1) != 1]
@@ -404,8 +403,7 @@ CALL_S = 600.0
 READ_BYTES_PER_S = 50e6
 """[bytes/s] Lowest speed assumed for loading a model, from a network disk that many ranks share."""
 COPY_BYTES_PER_S = 200e6
-"""[bytes/s] Lowest speed assumed for copying all parameters: to publish, receive or offload
-them."""
+"""[bytes/s] Lowest speed assumed for copying all parameters, to publish, receive or offload."""
 
 
 def model_bytes(handles: Iterable[Handle]) -> int:

@@ -112,8 +112,7 @@ def note_settings(settings: Config, origins: Mapping[str, str]) -> None:
 
 
 def end_if_planned(spec: RunSpec) -> None:
-    """End a planned script once it has made its driver. Raises `Planned` if the script is being
-    planned."""
+    """End a planned script once it has made its driver. Raises `Planned` in planning."""
     if _Present.planning is not None:
         _Present.planning.spec = spec
         raise Planned

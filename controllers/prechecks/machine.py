@@ -41,7 +41,6 @@ class _Finding:
     """"ok"; "warn": some runs may suffer; "fail": runs fail."""
     found: str
     todo: str = ""
-    """Advice, or empty if there is nothing to do."""
     about: str = ""
     """The part of the machine: packages, room, limits, network, GPUs or environment."""
     name: str = ""
@@ -243,8 +242,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def pids_left(root: Path) -> int | None:
-    """Return how many processes and threads the container may still start, or None without a
-    limit."""
+    """Return how many processes and threads the container may still start; None: unlimited."""
     most, now = (_words(root / f"sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     return int(most[0]) - int(now[0]) if most and now and most[0] != "max" else None
 
@@ -356,8 +354,7 @@ def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, _Fin
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> _Finding:
-    """Check the number of torch threads of `Local()` and scripts. Ray ranks get theirs from their
-    place."""
+    """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
     if not value:
@@ -443,7 +440,6 @@ class _Package:
     name: str
     version: str
     requires: tuple[str, ...] = ()
-    """Requirements, as the metadata lists them."""
     extras: tuple[str, ...] = ()
 
 
@@ -547,8 +543,8 @@ def _extras(weft: _Package) -> Iterator[tuple[str, _Finding]]:
 
 
 def _is_met(need: Requirement) -> bool:
-    """Return whether a package is installed, with all that its extras require, as in
-    `ray[default]`."""
+    """Return whether a package and the requirements of its extras (`ray[default]`) are
+    installed."""
     package = installed(need.name)
     if package is None or not fits(need, package.version):
         return False
@@ -634,8 +630,7 @@ def visible(environment: Mapping[str, str], number: int) -> _Finding:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, "" for a CPU build, or None without
-    torch."""
+    """Return the CUDA version that torch is built for, "" for a CPU build, None without torch."""
     # Importing torch takes seconds, so read the file with its version.
     found = find_spec("torch")
     if found is None or found.origin is None:

@@ -102,8 +102,7 @@ class _StepTime:
 
     seconds: float
     nodes: Mapping[str, float]
-    """[s] Time by node, or by group and method outside the graph; empty if only the total is
-    known."""
+    """[s] Time by node, or by group and method outside the graph; empty if unknown."""
     of: str
     """Source of the costs, in words."""
     at_best: bool
@@ -213,8 +212,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Maximum number of checkpoints on disk: those kept, the one being written, and the best
-        one."""
+        """Most checkpoints on disk at once: those kept, the one being written, and the best one."""
         config = self.spec.checkpoint
         return config.keep + 1 + (config.best is not None) if config.writes else 0
 

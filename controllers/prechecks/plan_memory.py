@@ -1,4 +1,4 @@
-"""Memory of each group and rank of a run, from settings, model files, and a pass with fake
+"""Memory of each group and rank of a run, from settings, model files, and a pass on fake
 tensors."""
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
-"""A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with
-rows."""
+"""A rank without torch: rewards, samples, other functions. Grows with rows, from 140 MiB."""
 DRIVER = 240 * MIB
 TORCH = 405 * MIB
 """Extra memory of a driver whose script has imported torch, for example to prepare a model."""
@@ -79,13 +78,10 @@ CACHE = "key/value cache"
 
 @dataclass(frozen=True)
 class _StageMemory:
-    """Memory of each rank of a pipeline stage."""
-
     layers: int
     """Number of the model's layers on this stage."""
     in_flight: float
-    """Number of microbatches whose activations the stage keeps; with chunks, it can be a
-    fraction."""
+    """Number of microbatches whose activations the stage keeps; a fraction with chunks."""
     made: TrainingMemory
     activations: int
     """[bytes] Activations of all microbatches in flight."""
@@ -143,8 +139,7 @@ class GroupMemory:
     libraries: int
     """Host memory of a rank before it holds a tensor, or 0 if it is not a separate process."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Phase ("at rest", "generate", ...) -> name of a part -> bytes. Other phases add to "at
-    rest"."""
+    """Phase ("at rest", "generate", ...) -> part -> bytes. Other phases add to "at rest"."""
     on_host: Mapping[str, int] = field(default_factory=dict)
     """Name of a part -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
@@ -156,8 +151,7 @@ class GroupMemory:
 
     @property
     def moves(self) -> int:
-        """Bytes of a rank that move to the host during another group's turn. A key/value cache is
-        dropped."""
+        """Bytes of a rank that move to the host during another group's turn, without the cache."""
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
@@ -172,7 +166,6 @@ class GroupMemory:
 
     @property
     def device(self) -> int:
-        """Upper bound on a rank's GPU memory."""
         return self.peak if self.on_gpu else 0
 
 

@@ -66,7 +66,7 @@ class StepSizes:
     prompt_tokens: float
     """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Tokens of a response: the sampling limit, or the mean of responses in the data; 0 without
+    """Tokens of a response: the sampling limit, or the mean length in the data; 0 without
     either."""
     sampled: bool
 
@@ -80,7 +80,6 @@ class StepSizes:
         return self.prompt_tokens + self.response_tokens
 
     def tokens(self, level: int) -> float:
-        """Return the number of tokens of a row on a level."""
         return self.prompt_tokens if level == SOURCE else self.tokens_a_row
 
 
@@ -145,8 +144,8 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Return the mean length of a source column, in items of a list or characters of a text; 0
-    without the column."""
+    """Return a source column's mean length: items of a list, or characters; 0 without the
+    column."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])

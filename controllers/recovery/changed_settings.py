@@ -111,8 +111,8 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
 
 
 def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting of an older version that no longer exists, if its value was
-    not a default."""
+    """Return a line for each setting of an older version that is gone and was not at its
+    default."""
     return [
         f"{name} was {_short(text)}, and is no longer a setting"
         for name, text in before.items()
@@ -167,8 +167,7 @@ def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
 
 
 def _identity(graph: Graph) -> str:
-    """Return a checksum of a source's rows, without floats, whose last bits may vary between
-    machines."""
+    """Return a checksum of a source's rows, without floats, which may vary between machines."""
     source: Source = graph.source
     kept = [field.name for field in source.table.schema if not _has_floats(field.type)]
     return fingerprint(TableSource(source.name, source.table.select(kept)))

@@ -33,9 +33,8 @@ from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
 
-# The state of the driver at a checkpoint. The buffer stores the rows in flight; the checkpoint only
-# has a position in the buffer's log. Resuming loads the models, and takes the log back to that
-# position.
+# The driver's state at a checkpoint. Rows in flight stay in the buffer; the checkpoint has a
+# position in the buffer's log. Resuming loads the models, and takes the log back to that position.
 
 
 RUN = "run.json"
@@ -138,8 +137,8 @@ def has_state(handle: Handle) -> bool:
 
 
 class CheckpointFolder:
-    """The folder `checkpoints/` of one run. Calls `on_complete` on another thread with the step of
-    each complete checkpoint."""
+    """The folder `checkpoints/` of one run. Calls `on_complete`, on another thread, with the step
+    of each complete checkpoint."""
 
     def __init__(
         self,
@@ -215,8 +214,8 @@ class CheckpointFolder:
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Move checkpoints of later steps to `checkpoints.later`, remove unfinished ones, and
-        return the new paths.
+        """Move later checkpoints to `checkpoints.later`, remove unfinished ones, and return the new
+        paths.
 
         A moved checkpoint stays until the run has written its step again, so that a resume by
         mistake loses nothing.
@@ -257,7 +256,6 @@ class CheckpointFolder:
                 _remove(path)
 
     def best(self, values: Values) -> _BestCheckpoint | None:
-        """Return the best complete checkpoint, or None."""
         if not self._config.best:
             return None
         name = self._config.best.removeprefix("-")

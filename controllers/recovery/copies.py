@@ -63,12 +63,8 @@ FAILURES = (OSError, pa.ArrowException)
 
 
 class _RemoteRun:
-    """The copy of one run.
-
-    Args:
-        base: Folder of the copy on the file system `files`.
-        address: The address of the copy, for messages.
-    """
+    """The copy of one run, in the folder `base` of the file system `files`. Messages name its
+    `address`."""
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
         self._files, self._address = pf.SubTreeFileSystem(base, files), address
@@ -328,8 +324,7 @@ class Copies:
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._went_back_to: int | None = None
-        """Step after which the run resumed, until the first copy. Copies of later steps are
-        outdated."""
+        """Step after which the run resumed, until the first copy. Later copies are outdated."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
@@ -370,7 +365,7 @@ class Copies:
         say_s: float = SAY_S,
     ) -> None:
         """Wait up to `timeout_s` for pending copies, and end the thread. `say` receives a line
-        about the wait every `say_s`."""
+        every `say_s`."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()

@@ -55,8 +55,8 @@ class Elastic:
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
         """Yield absent ranks that now fit on the cluster, at most once every LOOK_S. The caller
-        must start each rank before it takes the next. Raises a `DeadlineError`, which names the
-        missing ranks, if a group has had too few for too long."""
+        must start each before it takes the next. Raises a `DeadlineError` that names the missing
+        ranks, if a group has had too few for too long."""
         now = self._backend.clock()
         if self._cluster is None or not self._groups or now - self._looked < LOOK_S:
             return

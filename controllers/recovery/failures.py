@@ -1,5 +1,4 @@
-"""Failure handling: requeue, replace, or restart when a rank fails, stops responding or loses its
-node.
+"""Failure handling: requeue, replace, or restart when a rank fails, hangs or loses its node.
 
 - Stateless groups (`replaceable`): unfinished rows go back to the ledger. The driver replaces a
   dead or silent process, which receives the current weights. It drops a sample that fails for the
@@ -75,8 +74,8 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""A sample is dropped after this many failures. If a call without rows fails this often, the run
-ends."""
+"""A sample that fails this often is dropped. A call without rows that fails this often ends the
+run."""
 FEWEST_ROWS = 100
 """[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures
 do not end a run."""
@@ -142,12 +141,12 @@ class Failures:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group waits for more ranks. If so, a run without progress is not
+        """Whether an elastic group waits for more ranks. A run without progress is then not
         stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:
-        """Return whether a rank was lost since the last call of this method."""
+        """Return whether a rank was lost since the last call."""
         lost, self._lost = self._lost, False
         return lost
 
@@ -175,8 +174,8 @@ class Failures:
 
     def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
         """Record replies. Return requests that replace silent or lost ranks, or start absent ones.
-        Raises DeadlineError if a silent rank cannot be replaced alone, or if a group had too few
-        ranks."""
+        Raises DeadlineError if a silent rank cannot be replaced, or a group had too few ranks for
+        too long."""
         now = self._backend.clock()
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
@@ -248,8 +247,7 @@ class Failures:
     def remedy(
         self, event: Event, under_way: Iterable[Call], *, void: bool
     ) -> Sequence[CallRequest] | None:
-        """Release the rows of a failed call. `void` tells that they already belong to another
-        lease.
+        """Release the rows of a failed call, unless they already belong to another lease (`void`).
 
         Returns:
             Requests that repair the failure. None if the call must raise the error, or the reply
@@ -379,8 +377,7 @@ class Failures:
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
-            # The sample that the rank recorded probably ended the process. Without a record, it may
-            # be any row.
+            # The recorded sample probably ended the process. Without a record, it may be any row.
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         ended = f"the process of {group.name}[{rank}] ended"

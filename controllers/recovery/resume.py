@@ -71,11 +71,10 @@ class ResumePoint:
 
 
 def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
-    """Return the latest intact checkpoint of a run, or None if it has none.
+    """Return the latest intact checkpoint of a run, or None without checkpoints.
 
     Args:
-        with_rows: Whether the log must be able to restore the rows in flight. If False, Weft does
-            not read the log.
+        with_rows: Whether the log must be able to restore the rows in flight.
 
     Raises:
         UserError: There are checkpoints, but none is intact.

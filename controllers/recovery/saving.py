@@ -45,8 +45,7 @@ class _Phase(Enum):
 class _Progressed(NamedTuple):
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """If the disk had no room for the checkpoint: its position in the log, which need not be kept,
-    and the error."""
+    """Position of the checkpoint in the log and the error, if the disk had no room for it."""
 
 
 class Saving:
@@ -101,8 +100,8 @@ class Saving:
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """Record a finished step, and decide whether a checkpoint is due. With `for_best`, it is,
-        because the step's evaluation may make it the best checkpoint."""
+        """Record a finished step, and decide whether a checkpoint is due. `for_best`: it is,
+        because the step's evaluation may make it the best."""
         if not self._config.writes or step <= 0:
             return
         every, every_s = self._config.every, self._config.every_s
@@ -111,8 +110,7 @@ class Saving:
         self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
     def require(self, step: int, *, again: bool = False) -> None:
-        """Require a checkpoint of the run's last step; with `again`, even if the step already has
-        one."""
+        """Require a checkpoint of the run's last step; with `again`, even if it already has one."""
         self._last = step
         self.due |= again or self._saved_step < step
 
@@ -133,8 +131,7 @@ class Saving:
 
     def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
         """Begin a checkpoint. Return requests that make the groups copy their state. No update may
-        be running. Raises OSError if a write failed, for example on a full disk; the caller may try
-        again."""
+        be running. Raises OSError if a write failed, for example on a full disk; retry it."""
         assert not self.under_way
         path = self.folder.make_unfinished(state)
         self._state, self._saved_step = state, state.step
@@ -164,7 +161,7 @@ class Saving:
         return pause_s
 
     def advance(self, values: Values) -> _Progressed:
-        """Continue the checkpoint that is being written. Calls `values` on another thread.
+        """Continue the current checkpoint. Calls `values` on another thread.
 
         Returns:
             Every ASK_S, requests that ask idle groups whether their parts are on the disk. If the

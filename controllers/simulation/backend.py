@@ -72,8 +72,8 @@ class Simulated(Backend):
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
         self._seed = 0
-        """The driver's seed. A prompt gets the same response lengths under every schedule and
-        placement."""
+        """The driver's seed. A prompt's response lengths are equal under all schedules and
+        placements."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
         """(graph, source row) -> group id -> number of the group among those made of the row."""
@@ -83,8 +83,7 @@ class Simulated(Backend):
         self._replies: list[tuple[float, int, Event]] = []
         """Heap of replies, ordered by time."""
         self._due: list[tuple[float, int, Replica]] = []
-        """Heap of replicas, ordered by the time of their next event. `wait` skips outdated
-        entries."""
+        """Heap of replicas, ordered by the time of their next event. Includes outdated entries."""
         self._order = itertools.count()
         self._offset = 0
 
@@ -96,8 +95,7 @@ class Simulated(Backend):
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that the costs name groups of the graphs, and fit these groups' numbers of
-        ranks."""
+        """Check that the costs name groups of the graphs, and fit the ranks of these groups."""
         costs = self.costs
         for name in (node.partition(".")[0] for node in costs.nodes if "." in node):
             if name not in placement:
@@ -319,7 +317,6 @@ class Simulated(Backend):
         return bool(np.random.default_rng(key).random() < cost.keep)
 
     def _key(self, graph: str, row: Row) -> list[int]:
-        """Return the key that seeds the random draws for a row."""
         turns = self._turns.setdefault((graph, row.position), {})
         turn = turns.setdefault(row.group.id, len(turns))
         path: list[int] = []

@@ -33,7 +33,7 @@ from ..ranks.row_io import num_tokens
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a microbatch's time: a backward pass has twice as many matrix
+"""Share of the forward pass in a microbatch's time: a backward pass has twice the matrix
 products."""
 
 
@@ -302,8 +302,7 @@ class Generation(Config):
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
     def seconds_by_batch(self, max_num_seqs: int) -> np.ndarray:
-        """Return [max_num_seqs + 1] seconds of a decode step, by the number of responses in the
-        batch."""
+        """Return [max_num_seqs + 1] seconds of a decode step, by the number of responses."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
@@ -311,8 +310,7 @@ class Generation(Config):
 
 
 def batch_limit(config: object) -> int:
-    """Return the maximum number of responses in a replica's batch, from its group's
-    configuration."""
+    """Return the maximum number of responses in a replica's batch."""
     return getattr(config, "max_num_seqs", 256)
 
 
@@ -339,7 +337,7 @@ class CostModel(Config):
     }
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Return the ranks per replica of a group: its configuration's, or else those of its
+        """Return the ranks per replica: those of the group's configuration, or else of its
         `SequenceParallelCost` or `PipelineCost`."""
         configured = ranks_of_a_replica(config)
         # A training group's configuration always states the number, even if it is 1.
@@ -386,8 +384,6 @@ def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int
 
 @dataclass(frozen=True)
 class _Bound:
-    """A lower bound on the time of a step."""
-
     seconds: float
     """[s] Average time of a step, set by the slowest pool."""
     pool: str
@@ -408,12 +404,12 @@ def bound(
 ) -> _Bound:
     """Return a lower bound on the time of a step, for any schedule in this placement.
 
-    The bound assumes that the work of each pool is perfectly balanced, generation runs at the most
-    efficient batch size, no group waits, and weight transfers and the driver take no time.
+    The bound assumes perfectly balanced pools, generation at the most efficient batch size, and no
+    time for waiting, weight transfers and the driver.
 
     Args:
         costs: the costs of the calls. The bound assumes that filters drop nothing.
-        steps: number of steps, from the first one, whose rows are counted.
+        steps: number of steps, from the first one, to average over.
         seed: the driver's seed, for the order of the prompts and the lengths of responses.
     """
     places = resolve(placement, {**graph.handles, FUNCTIONS: None})
@@ -444,8 +440,7 @@ def bound(
 def _load(
     costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
 ) -> tuple[Counter[int], Counter[int]]:
-    """Return the numbers of rows and tokens on each level of the graph, for a run's first `groups`
-    groups."""
+    """Return the rows and tokens on each level of the graph, for a run's first `groups` groups."""
     batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()

@@ -159,8 +159,7 @@ class Replica:
             self._admit()
 
     def cancel_call(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a generating call, or only its work on the prompts `parents`. Does nothing if it has
-        ended."""
+        """End a generating call, or only its work on the prompts `parents`, if it still runs."""
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
@@ -186,8 +185,7 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
-            # Changes take effect after the current decode step. Subtract a little to absorb
-            # rounding.
+            # Changes take effect after the current decode step. The small number absorbs rounding.
             steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - 1e-9)
             self._decode(min(steps, self._running[0][0] - self._steps))
 

@@ -108,11 +108,8 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
 def equal_groups(
     lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost
 ) -> SequenceGroups:
-    """Assign rows to groups of one size, as Ulysses does.
-
-    Raises:
-        UserError: the size does not divide the ranks, or a group has no room for the longest row.
-    """
+    """Assign rows to groups of one size, as Ulysses does. Raises a `UserError` if the size does not
+    divide the ranks, or if a group has no room for the longest row."""
     if degree < 1 or ranks % degree:
         raise UserError(f"groups of {degree} ranks do not divide {ranks} ranks")
     table = _Table(lengths, ranks, cost, also=degree)
