@@ -54,8 +54,7 @@ class Entry:
     box: Box
     bucket: int
     offset: int
-    """[bytes] Offset from the start of the bucket, or of the mapped memory for a part that
-    receivers read in place."""
+    """[bytes] Offset from the start of the bucket, or of the mapped memory if read in place."""
     memory: int = 0
     """0 for bucket memory; otherwise the number of the mapped memory."""
 
@@ -65,7 +64,7 @@ class Entry:
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return the elements as a view of `memory` ([bytes] uint8). The bucket begins at `start`
-        [bytes]; 0 for elements that are read in place."""
+        [bytes]; 0 for elements read in place."""
         first = start + self.offset
         own_bytes = memory[first : first + self.num_bytes]
         return own_bytes.view(getattr(torch, self.dtype)).view(self.box.shape)
@@ -87,8 +86,7 @@ class Cutter:
         entries. Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
-        # Keep the entries of unchanged parts, because receivers plan again for each new
-        # description.
+        # Keep the entries of unchanged parts, because receivers plan again for a new description.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -103,8 +101,6 @@ class Cutter:
 
 
 class _Form(NamedTuple):
-    """All properties of a part except its elements."""
-
     name: str
     box: Box
     shape: tuple[int, ...]
@@ -225,7 +221,7 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
-    """Return odd pseudo-random factors for the indexes below `count` of rows (kind 0) or columns
+    """Return odd pseudo-random factors for the indexes below `count`, of rows (0) or columns
     (1)."""
     with np.errstate(over="ignore"):
         mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
@@ -343,7 +339,6 @@ class _MemoryPlace(NamedTuple):
     path: str
     num_bytes: int
     offset: int
-    """[bytes] Offset of the tensor's first element."""
 
 
 class SharedMemory:
@@ -417,8 +412,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, which has the same shape. In host memory, only the calling
     thread copies.
 
-    torch would split the copy over all cores and wait for each, including cores that the other side
-    of the transfer keeps busy.
+    torch would split the copy over all cores, including those that the other side keeps busy.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.
@@ -437,8 +431,7 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch's threads in this context, so that `others` processes on this machine keep a core
-    each."""
+    """Limit torch's threads in this context, so that `others` processes here keep a core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:
@@ -463,15 +456,14 @@ _ESCAPE = 255
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as a flat array of unsigned integers, without a copy
-    on the host."""
+    """Return the bits of a contiguous tensor as flat unsigned integers, without a copy on the
+    host."""
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Encode the changed elements as gaps ([bytes] uint8) and values ([changed] unsigned integers
-    of the elements' size). `bits` ([elements]) are the new bits; `changed` are the ascending
-    changed positions.
+    of the elements' size). `bits` ([elements]) are the new bits; `changed` are ascending positions.
 
     >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
     >>> gaps.tolist(), values.tolist()

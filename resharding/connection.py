@@ -37,8 +37,7 @@ SILENCE_S = 60.0
 """[s] Longest wait for the next message. `expect` extends it for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""[bytes/s] Slowest rate at which a side may process a version between messages, for example while
-packing a layer of experts."""
+"""[bytes/s] Slowest rate at which a side may process a version between two messages."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
@@ -128,7 +127,6 @@ class Connection:
 
     @property
     def own_address(self) -> str:
-        """Address of this side, as the other side sees it."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
@@ -139,8 +137,8 @@ class Connection:
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """Return the letter and content of the next message. Raises OSError if the content is
-        larger than `most_bytes`."""
+        """Return the next message's letter and content. Raises OSError if it exceeds
+        `most_bytes`."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
@@ -263,9 +261,9 @@ _AGAIN_S = 0.05
 
 class GroupChannel:
     """One side of a process group of two ranks. It sends uint8 tensors, whose lengths both sides
-    know, from rank 0 to rank 1. It first copies tensors to `device` ("cpu" for gloo, a CUDA device
-    for NCCL). Nothing else may use the connection during setup. Raises OSError if the other side is
-    gone or does not answer."""
+    know, from rank 0 to rank 1. It first copies them to `device` ("cpu" for gloo, CUDA for NCCL).
+    Nothing else may use the connection during setup. Raises OSError if the other side is gone or
+    does not answer."""
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0

@@ -1,5 +1,4 @@
-"""Layouts from formulas, without modules: for planning, simulation, and reproducing tables of
-papers.
+"""Layouts from formulas, without modules: for planning, simulation, and tables of papers.
 
 In HybridFlow (arXiv:2409.19256, section 5), a rank has these coordinates:
 
@@ -38,8 +37,7 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """Number of layers in each piece, in model order; may be 0, for example for a stage with only
-    the head."""
+    """Number of layers in each piece, in model order; 0 for a stage with only the head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
@@ -59,8 +57,7 @@ class PipelineStages:
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into pieces of equal length. If layers do not divide evenly, the first
-        pieces are longer."""
+        """Cut the model into pieces of equal length, or else with longer first pieces."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))
@@ -94,8 +91,7 @@ def _partition(
     joined: Callable[[float, float], float],
     price: Callable[[float], float],
 ) -> tuple[float, list[int]]:
-    """Cut a line of layers into nonempty pieces at the lowest price. Return the price, and the end
-    of each piece.
+    """Cut layers into nonempty pieces at the lowest price. Return the price, and each piece's end.
 
     `sums` are cumulative costs: the cost of all layers before each one. `price` maps a piece's cost
     to its price. `joined` combines the prices of two parts of the line.
@@ -144,9 +140,8 @@ class Parallelism:
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
-        """Return each rank's "pp", "tp" and "dp" coordinates. `order` lists them, the
-        fastest-changing first. The default is HybridFlow's order; Megatron-LM's is ("tp", "dp",
-        "pp")."""
+        """Return each rank's "pp", "tp" and "dp" coordinates. `order` lists them, fastest-changing
+        first. The default is HybridFlow's order; Megatron-LM's is ("tp", "dp", "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(
                 f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}"
@@ -161,7 +156,7 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to the devices of consecutive nodes. Layouts that share devices need the same
+    """Assign ranks to consecutive nodes' devices. Layouts that share devices need one
     `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
@@ -178,8 +173,8 @@ def three_dimensional(
     stages: PipelineStages | None = None,
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
-    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`. For `order`,
-    see `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a
+    default, nodes have 8 devices, and stages are `PipelineStages.equal`. For `order`, see
+    `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a
     layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
@@ -199,8 +194,8 @@ def generation(
 ) -> Layout:
     """Return the layout of the same ranks for generation. `pp` and `tp` must divide those of
     training. If `regrouped`, groups follow HybridFlow: a rank's generation shard contains its
-    training shard. Otherwise, groups are consecutive ranks, as in "HybridFlow-V" in table 2 of the
-    paper."""
+    training shard. Otherwise, groups are consecutive ranks ("HybridFlow-V" in table 2 of the
+    paper)."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -214,8 +209,7 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
     "generation_tp" in generation, and "micro_dp".
 
     Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they get the same
-    rows. The paper's 3D_ALL_MICRO_DP protocol, read literally, would split rows inside such a
-    group.
+    rows. The paper's 3D_ALL_MICRO_DP protocol, read literally, would split the rows.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -241,8 +235,8 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism. Tensor parallelism is the fastest
-    coordinate, and splits first. FSDP then splits dimension 0 over `sharded` ranks, in the sizes of
+    """Return the layout of FSDP2 over tensor parallelism, which is the fastest coordinate and
+    splits first. FSDP then splits dimension 0 over `sharded` ranks, in the sizes of
     `torch.chunk`."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
@@ -278,8 +272,8 @@ def _of_stages_and_shards(
     dtype: str,
     label: str,
 ) -> Layout:
-    """Return a layout with one shard of one stage per rank. `parts` lists each rank's stage and
-    shard."""
+    """Return a layout with a shard of a stage per rank. `parts` lists each rank's (stage,
+    shard)."""
     parameters = list(parameters)
     if isinstance(stages, int):
         layers = (layer for p in parameters for layer in (p.layer, p.tied_layer) if layer is not None)

@@ -58,13 +58,12 @@ from .weights import (
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The entries of one publisher. Unchanged entries give the same object, so a receiver plans
-    only once."""
+    """The entries of one publisher. Unchanged entries give the same object, so receivers plan
+    once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
-    """Maps each tensor name to the indexes of its entries, in the order of its pieces in the
-    layout."""
+    """Maps each tensor name to the indexes of its entries, in the order of its pieces."""
     buckets: tuple[tuple[int, ...], ...]
     memories: tuple[tuple[str, int], ...]
     """Path and size in bytes of each memory that holds entries in place."""
@@ -139,8 +138,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 
 
 def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
-    """Map a publisher's memories, which stay mapped for later versions while the files exist.
-    Raises OSError if a file is gone."""
+    """Map a publisher's memories, for later versions too. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
         found = _maps.get(key)
@@ -165,8 +163,7 @@ def _is_there(path: str, inode: int) -> bool:
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A private, not read-only, mapping: torch needs writable memory, and writes must not reach
-        # other receivers.
+        # A private mapping: torch needs writable memory, but writes must not reach other receivers.
         mapping: Any = mmap.mmap(
             file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -221,8 +218,7 @@ class IncomingWeights:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
-        # Send all requests before reading: a publisher fills its buckets once its receivers have
-        # asked.
+        # Send all requests first: a publisher fills its buckets once its receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
         with selectors.DefaultSelector() as selector:
@@ -288,8 +284,7 @@ class IncomingWeights:
         return f"{total % CHECKSUM_MODULUS:016x}"
 
     def hang_up(self) -> None:
-        """End the connections. Another thread may call this; iterating over slices then raises an
-        error."""
+        """End the connections, from any thread. Iterating over slices then raises an error."""
         for source in self._sources:
             source.channel.hang_up()
 
@@ -357,8 +352,8 @@ class _Source:
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
-        """Request copies. The publisher sends their bytes in this order. Mapped memory needs no
-        list."""
+        """Request copies. The publisher sends their bytes in this order, unless its memory is
+        mapped."""
         said = b""
         if self.memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
@@ -467,7 +462,6 @@ class _Source:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Turn connection errors into errors that name the publisher."""
         try:
             yield
         except OSError as error:
@@ -504,20 +498,18 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
 
 
 class _HeldBoxes:
-    """The bits of the boxes that a receiver took last. The next version's deltas apply to them.
-    Entry numbers are only valid for one publisher."""
+    """The bits of the boxes that a receiver took last, to which the next deltas apply. Entry
+    numbers are only valid for one publisher."""
 
     def __init__(self, publisher: str) -> None:
         self.publisher = publisher
         self.version: int | None = None
-        """The version of all boxes; None if there are none, or if they belong to several
-        versions."""
+        """The version of all boxes; None without boxes, or if they belong to several versions."""
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 
     def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version with these entry numbers and boxes. Return the version of which all of
-        them are held, or None if deltas do not apply. `version` is None until the caller sets
-        it."""
+        """Start a version with these entry numbers and boxes. Return the version of all of them, or
+        None if deltas do not apply. `version` is None until the caller sets it."""
         keys = set(wanted)
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
@@ -527,8 +519,8 @@ class _HeldBoxes:
         return base
 
     def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the held bits of an entry's box, or new memory for them: [elements] unsigned
-        integers of the elements' size."""
+        """Return the bits of an entry's box, or new memory: [elements] unsigned integers of their
+        size."""
         key = (number, box)
         if key not in self._bits:
             self._bits[key] = np.empty(box.numel, dtype)
@@ -540,8 +532,8 @@ _held: dict[tuple[str, int, int], _HeldBoxes] = {}
 
 
 def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
-    """Return the boxes of a trainer rank that this process (`part` of a receiver) holds. Discards
-    the boxes of an earlier publisher. Does not keep boxes of a receiver without a name."""
+    """Return a trainer rank's boxes that this process (`part` of a receiver) holds. Discards those
+    of an earlier publisher. Does not keep boxes of a receiver without a name."""
     found = _held.get((receiver, part, rank))
     if found is None or found.publisher != publisher:
         found = _HeldBoxes(publisher)

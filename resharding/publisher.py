@@ -13,8 +13,7 @@
     next pass: receivers that came late               checksum, then the receiver's acknowledgement
 
 Invariants:
-- A receiver is never more than SLOTS buckets behind, so the publisher needs memory for SLOTS
-  buckets.
+- A receiver is never more than SLOTS buckets behind, so memory for SLOTS buckets is enough.
 - A late receiver, such as a replaced rank, gets keepalives until its own pass.
 - A receiver that is gone or unresponsive delays others by at most its connection's timeout.
 - A killed publisher leaves no files or memory behind.
@@ -63,12 +62,10 @@ NEWS_S = 15.0
 """[s] Interval between keepalives to a receiver that waits for its pass."""
 NUMBER = struct.Struct("<q")
 FORM = struct.Struct("<qq")
-"""Header of each box sent to a receiver: number of bytes of gaps, and number of values, of a
-delta."""
+"""Header of each box sent to a receiver: a delta's number of bytes of gaps, and of values."""
 WHOLE = (-1, -1)
 MOST_TIMES = 16
-"""How often a receiver may request the same element: once for each of its tensors that contains
-it."""
+"""How often a receiver may request the same element: once per tensor that contains it."""
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
 
@@ -86,7 +83,7 @@ class _Sent:
 
 
 class WeightPublisher:
-    """Publishes a rank's weights, one version at a time. The ranks of a group together publish each
+    """Publishes a rank's weights, one version at a time. A group's ranks together publish each
     element once.
 
     Extra memory: SLOTS buckets, or none if all receivers read all parts in place.
@@ -133,11 +130,11 @@ class WeightPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts (on any device, of any dtype), and return the record that
-        receivers need. Does not wait. Do not change the parts before `finish`. The driver adds up
-        the ranks' records. The named `receivers` start together; late ones follow. Versions start
-        at 0. A version below the previous one invalidates earlier records and deltas. Raises
-        WeightSyncError if a part occurs twice or this publisher is closed."""
+        """Offer this rank's parts (on any device, of any dtype), and return the record for
+        receivers, which the driver adds up over the ranks. Do not change the parts before `finish`.
+        The named `receivers` start together; late ones follow. Versions start at 0. A version below
+        the previous one invalidates earlier records and deltas. Raises WeightSyncError if a part
+        occurs twice or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
@@ -181,8 +178,7 @@ class WeightPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Maps each receiver that did not take all of the last published version to its
-        progress."""
+        """Maps each receiver that did not take the complete last version to its progress."""
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
@@ -365,8 +361,7 @@ class _Transfer:
             turn.base = shadow.start_version()
         for number, entries in enumerate(self._buckets):
             copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
-            # Entries that are read in place need no bucket memory, so they do not wait for old
-            # buckets.
+            # Entries that are read in place need no bucket memory, so do not wait for old buckets.
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
@@ -394,8 +389,7 @@ class _Transfer:
         self._await_taken(members, len(self._buckets))
 
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
-        """Wait until all members have taken the first `number` buckets. Return False if none is
-        left."""
+        """Wait until all members took the first `number` buckets. Return False if none is left."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._ended or all(s.gone or s.taken >= number for s in members)
@@ -403,8 +397,7 @@ class _Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Copy an entry into its bucket, unless receivers read it in place. Return the sum of its
-        elements."""
+        """Copy an entry into its bucket, unless it is read in place. Return its elements' sum."""
         entry, target = self.entries[number], self._elements(number, slot)
         if not entry.memory:
             copy_elements(target, self._tensors[number])
@@ -431,8 +424,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on its connection's thread. `answer` describes the version to the
-        receiver, and returns its requests."""
+        """Serve a receiver on its connection's thread. `answer` describes the version to it, and
+        returns its requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -598,11 +591,10 @@ class _BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields that a receiver needs to map the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
-        """Return the memory as [bytes] uint8, at least `num_bytes` long. Earlier memory stays valid
-        while something uses it."""
+        """Return at least `num_bytes` of memory as [bytes] uint8. Earlier memory stays valid while
+        used."""
         if self._memory is not None and num_bytes <= len(self._memory):
             return self._memory
         if self._device is not None:
@@ -626,8 +618,7 @@ class _BucketMemory:
 
 
 _MOST_CHANGED = 0.1
-"""Largest changed share of elements for a delta. Above it, encoding takes longer than sending the
-whole box."""
+"""Largest changed share of elements for a delta. Above it, sending the whole box is faster."""
 
 
 class _Shadow:
@@ -635,16 +626,14 @@ class _Shadow:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """The version of all entries; None if there are none, or if they belong to several
-        versions."""
+        """The version of all entries; None without any, or if they belong to several versions."""
         self.compared = 0
         """Number of the last version's elements that were compared with the previous one."""
         self.differed = 0
         self._bits: dict[int, np.ndarray] = {}
 
     def start_version(self) -> int | None:
-        """Start a version, and return the previous one. `version` is None until the caller sets
-        it."""
+        """Start a version, and return the previous one. `version` is None until it is set again."""
         self.compared = self.differed = 0
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None

@@ -55,7 +55,7 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode a text from `encoded`. `torch.Size` values become tuples. Raises ValueError for other
+    """Decode a text from `encoded`. `torch.Size` becomes a tuple. Raises ValueError for other
     texts."""
     return _value(json.loads(text))
 
@@ -165,9 +165,9 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait at most `patience_s` for the expected engines to connect. The transfer of
-        `num_bytes` begins without late engines. Return the connected engines' names and identities,
-        in the expected order, which is also the order of their ranks."""
+        """Wait at most `patience_s` for the expected engines, and begin a transfer of `num_bytes`
+        with those that came. Return their names and identities in the expected order, the order of
+        their ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
@@ -202,8 +202,8 @@ class Receivers:
     # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the ranks to receive. Numbers ranks consecutively over the engines, if the
-        backend does."""
+        """Prepare the ranks to receive. If the backend numbers ranks, they count over all
+        engines."""
         payloads, offset = [], init_info.get("rank_offset")
         for engine in self._engines:
             payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset})
@@ -221,8 +221,8 @@ class Receivers:
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Call a method on all engines in parallel, and wait. Raises an error if no engine is left,
-        or if one has failed and the backend needs all."""
+        """Call a method on all engines in parallel. Raises an error if no engine is left, or if one
+        has failed and the backend needs all."""
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
@@ -237,7 +237,6 @@ class Receivers:
             raise WeightSyncError("; ".join(self.lost.values()))
 
     def send_sums(self, tensors: Mapping[str, TensorSum]) -> None:
-        """Send the published sums to the engines, which compare them with their own."""
         said = json.dumps(
             {name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}
         ).encode()

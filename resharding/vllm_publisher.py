@@ -3,7 +3,7 @@
     publish ──> send, on all ranks, while the engines receive ──> finish
 
 All trainer ranks iterate together over vLLM's `WeightSource`, which yields one whole tensor at a
-time. So every rank assembles each tensor from the parts of all ranks. Rank 0 drives the engines
+time. So every rank assembles each tensor from all parts. Rank 0 drives the engines
 (`vllm_control.py`).
 
 The engines sum the tensors that their loaders get, and compare these sums with the trainer's.
@@ -115,9 +115,9 @@ class VllmPublisher:
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
         """Offer the parts of all ranks, which together hold each element once, to these engines.
-        Return the record that receivers need; the driver adds up the ranks' records. Do not change
-        the parts before `finish`. Raises WeightSyncError if the ranks do not hold each element
-        exactly once."""
+        Return the record for receivers, which the driver adds up over the ranks. Do not change the
+        parts before `finish`. Raises WeightSyncError if the ranks do not hold each element exactly
+        once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -165,8 +165,8 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new vLLM trainer if they changed. Return False if there
-        are none."""
+        """Wait for the engines. Create a new trainer if they changed. Return False if there are
+        none."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)

@@ -77,14 +77,13 @@ class _Fill:
 
 @dataclass(frozen=True)
 class _RecordedLayout:
-    """The tensors that a rank takes from a checkpoint, and its loaders' fills. Holds no reference
-    to the model."""
+    """The tensors that a rank takes from a checkpoint, and its loaders' fills, without the
+    model."""
 
     layout: Layout
     """Tensors in the order of the model's layers. A piece's `memory` names a parameter or buffer.
     The sender casts elements to the dtypes of the parameters."""
     fills: tuple[_Fill, ...]
-    """Fills to apply before the copies of the layout."""
     unused: tuple[str, ...]
     """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
 
@@ -143,8 +142,7 @@ class _Memory:
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """Return the memories that loaders may write, keyed by storage. Restores the original
-    loaders."""
+    """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         kernel = _kernel_tensors(layer)
@@ -295,8 +293,7 @@ class _Recorder(TorchDispatchMode):
         self._fills.append(_Fill(memory.name, view, value))
 
     def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
-        """Check that each element of each parameter was loaded exactly once, and return the
-        recording."""
+        """Check that each parameter element was loaded exactly once, and return the recording."""
         touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
         loaded: dict[int, str] = {}
         for memory in touched:
@@ -436,8 +433,7 @@ class _Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Return whether vLLM's kernels read this parameter directly, such as a bias without a
-        loading format."""
+        """Return whether vLLM's kernels read this parameter directly, such as a bias."""
         if self.in_place:
             return True
         name = own_name(memory)
@@ -497,8 +493,8 @@ class _Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding. `kept` maps parameter names to memory kept
-        across versions."""
+        """Allocate staging memory, and fill its padding. `kept` holds memory for all versions, by
+        parameter name."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
@@ -520,15 +516,14 @@ class _Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def complete_staged(self) -> None:
-        """After the last slice, pack the staged parameters for CPU kernels, and free the staging
+        """After the last slice, pack the staged parameters for CPU kernels. Free the staging
         memory."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)
         for name, staged in self._staged.items():
             parameters[name] = torch.nn.Parameter(staged, requires_grad=False)
-        # vLLM packs in place, so give it a copy that shares everything but parameters with the
-        # module.
+        # vLLM packs in place, so give it a copy that shares everything but parameters.
         beside = object.__new__(type(module))
         beside.__dict__.update(module.__dict__, _parameters=parameters)
         if not _is_looked_up(module):
@@ -628,8 +623,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """Return `memory` with the class and loader of `wanted`, like vLLM's
-    `materialize_meta_tensor`."""
+    """Return `memory` with `wanted`'s class and loader, like vLLM's `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__
     found.__dict__ = wanted.__dict__.copy()
@@ -693,8 +687,8 @@ class _Target:
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
-"""Number of the target, box of the slice, position in memory, and index into the slice (None for
-the whole slice)."""
+"""Number of the target, box of the slice, position in memory, and index into the slice (None:
+all)."""
 
 
 class _Route(NamedTuple):

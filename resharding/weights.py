@@ -48,7 +48,7 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """Return the box with indexes [start, stop) along one dimension, and all indexes along the
+        """Return the box with indexes [start, stop) along one dimension, and all along the
         others."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
@@ -391,8 +391,7 @@ class Copy:
 
 class ReshardPlan:
     """The copies of boxes from source ranks to destination ranks, in the destination's dtypes.
-    Raises WeightSyncError if the source lacks a tensor or a box that the destination needs, or if
-    shapes differ."""
+    Raises WeightSyncError if the source lacks a tensor or a box, or if shapes differ."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
