@@ -71,8 +71,8 @@ class Entry:
 
 
 class Cutter:
-    """Cuts versions into buckets. Versions with the same parts get the same entries. An element
-    larger than `bucket_bytes` gets its own bucket."""
+    """Cuts versions into buckets. Consecutive versions with the same parts get the same entries. An
+    element larger than `bucket_bytes` gets its own bucket."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -221,8 +221,7 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
-    """Return odd pseudo-random factors for the indexes below `count`, of rows (0) or columns
-    (1)."""
+    """Return odd factors for the indexes below `count` of rows (kind 0) or columns (kind 1)."""
     with np.errstate(over="ignore"):
         mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
@@ -456,8 +455,7 @@ _ESCAPE = 255
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as flat unsigned integers, without a copy on the
-    host."""
+    """Return a contiguous tensor's bits as flat unsigned integers, without a copy on the host."""
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 

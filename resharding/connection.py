@@ -58,8 +58,8 @@ def this_machine() -> str:
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of `host`, this machine's IPv4 or IPv6 address;
-    of LOOPBACK if empty. Raises WeightSyncError if this machine does not have the address."""
+    """Return a socket on a free port of `host`, an IPv4 or IPv6 address of this machine (LOOPBACK
+    if empty). Raises WeightSyncError if this machine does not have the address."""
     address = host or LOOPBACK
     try:
         return socket.create_server(
@@ -137,8 +137,7 @@ class Connection:
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """Return the next message's letter and content. Raises OSError if it exceeds
-        `most_bytes`."""
+        """Return the next message's letter and content. Raises OSError above `most_bytes`."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(

@@ -57,7 +57,7 @@ class PipelineStages:
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into pieces of equal length, or else with longer first pieces."""
+        """Cut the model into pieces of equal length. Leftover layers go to the first pieces."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))

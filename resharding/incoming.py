@@ -519,8 +519,8 @@ class _HeldBoxes:
         return base
 
     def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the bits of an entry's box, or new memory: [elements] unsigned integers of their
-        size."""
+        """Return the held bits of an entry's box, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
         key = (number, box)
         if key not in self._bits:
             self._bits[key] = np.empty(box.numel, dtype)
@@ -558,8 +558,8 @@ def receive_parts(
     published tensor. The copy casts elements to the dtype of the part.
 
     Args:
-        counted: for each part, whether this rank adds it to the checksum, which exactly one of the
-            ranks with equal parts must. None counts all parts.
+        counted: for each part, whether this rank adds it to the checksum. Exactly one of the ranks
+            with equal parts must. None counts all parts.
         sum_over_ranks: sums an int64 array over the group, modulo 2^64. None if each part is a
             whole tensor.
 

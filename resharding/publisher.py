@@ -633,7 +633,7 @@ class _Shadow:
         self._bits: dict[int, np.ndarray] = {}
 
     def start_version(self) -> int | None:
-        """Start a version, and return the previous one. `version` is None until it is set again."""
+        """Start a version, and return the previous one. The caller must then set `version`."""
         self.compared = self.differed = 0
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None

@@ -33,7 +33,7 @@ from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
 # Payloads of vLLM's transfer backends, as JSON instead of pickles. They are dictionaries of names,
 # numbers and shapes. Payloads for CUDA IPC also contain torch's arguments to open shared memory:
-# bytes, dtypes and torch classes. Any other value is rejected.
+# bytes, dtypes and torch classes. `encoded` rejects any other value.
 
 
 _CLASSES: dict[str, type] = {

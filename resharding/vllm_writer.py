@@ -14,12 +14,11 @@ cast, a sum) have no box and raise an error, as does a second copy to the same e
 
 `WeightWriter` writes received slices, layer by layer. A layer gets memory with its first slice, and
 vLLM prepares the layer after its last slice, so only incomplete layers need extra memory: one
-layer, if slices arrive in the order of the recorded layout. On CPU, the memory of one layer of each
-shape is kept for the next version.
+layer, if slices arrive in the order of the recorded layout. On CPU, the writer keeps the memory of
+one layer of each shape for the next version.
 
-A version can also be staged: written to other memory while the model continues to compute. Linear
-layers on CPU are also packed there. Applying a staged version swaps in these layers, and prepares
-all others.
+`stage` writes a version to other memory while the model continues to compute, and packs linear
+layers on CPU there. `apply_staged` swaps in these layers, and prepares all others.
 
     apply:  begin_update ──> write slices, prepare each layer with its last slice ──> finish_update
     stage:  write slices beside the model

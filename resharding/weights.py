@@ -255,7 +255,7 @@ class Layout:
 # tensor before it copies elements.
 
 MAX_BOXES = 1 << 16
-"""Views of more boxes than this are rejected, such as every second element of a long row."""
+"""Reject views of more boxes than this, such as every second element of a long row."""
 
 
 class _Axis(NamedTuple):
@@ -373,7 +373,7 @@ def _merged(axes: list[_Axis]) -> list[_Axis]:
 # `tests/resharding/test_plan.py` checks by brute force:
 #
 # - Exactly one copy to a destination rank covers each element that the rank holds.
-# - Elements that are already in a rank's device memory are not transferred.
+# - The plan transfers no elements that are already in a rank's device memory.
 # - Each copy uses the closest source; among equally close ones, the one that has sent least.
 # - Equal tensors of different layers share their copies: planning a large model takes only seconds.
 

@@ -59,7 +59,7 @@ class Files:
         return self.scratch is None or self.scratch.is_noted_in(run / BUFFER)
 
     def logs_of_node(self, node: str, run: Path) -> Path:
-        """Folder for the logs of a node's processes: in `run` if the node sees it."""
+        """Folder for the logs of a node's processes: in `run`, or else the node's own."""
         return (run if self.are_beside(run) else self.of_node(node)) / LOGS
 
     def access(self, node: str, name: str) -> DataAccess:

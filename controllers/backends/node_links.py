@@ -334,7 +334,6 @@ NODE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 60.0
 """[s] During a run, longest wait until a new segment server is up and all ranks know it."""
 POLL_S = 0.05
-"""[s] Interval between polls."""
 
 
 @dataclass

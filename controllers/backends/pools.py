@@ -44,7 +44,7 @@ class _ReservedPart:
     """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """Return a promise of the part's GPUs. Ray may move the bundle of a lost node."""
+        """Return a promise of the part's GPUs, which change if Ray moves a lost node's bundle."""
         import ray
 
         held: Any = ray.remote(_gpus_from)

@@ -130,8 +130,8 @@ ADVICE = (
 
 
 class _HeldProcess:
-    """A pidfd of a process, valid even if its pid is reused. Raises OSError if the process is
-    gone."""
+    """A pidfd, which keeps identifying its process even if the pid is reused. Raises OSError if
+    there is no such process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

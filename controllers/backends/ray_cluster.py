@@ -274,7 +274,7 @@ class RayCluster:
         """
         if not self.address:
             # Ray reads these on import. The first makes it listen only on loopback (test_sockets.py
-            # checks this). The second requires a token, as by default, but silences a warning.
+            # checks this). The second requires a token, as by default; setting it avoids a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             # Ranks have their own environments, so they would not use workers that Ray starts

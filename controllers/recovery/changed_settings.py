@@ -71,8 +71,8 @@ def changes(
 ) -> list[str]:
     """Return the changed settings under a rule, as "NAME was X, is Y".
 
-    A setting on only one side is compared with the closest enclosing setting of the other side,
-    which may be None. Without such a setting, it is left out.
+    If only one side has a setting, compares it with the closest enclosing setting of the other
+    side, which may be None. Leaves it out if there is none.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):

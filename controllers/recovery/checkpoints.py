@@ -104,7 +104,7 @@ class CheckpointConfig(Config):
     """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to resume from
     earlier steps; lower it on a small disk."""
     best: str | None = None
-    """Metric that selects the best checkpoint, such as "eval/pass@1", to keep in addition to the
+    """Metric, such as "eval/pass@1", of the best checkpoint, which Weft keeps in addition to the
     `keep` latest. The largest value wins; put "-" before the name to select the smallest. Each step
     with this evaluation also gets a checkpoint. Set it if the last model need not be the best."""
     copy_to: str | None = None

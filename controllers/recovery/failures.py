@@ -3,10 +3,10 @@
 - Stateless groups (`replaceable`): unfinished rows go back to the ledger. The driver replaces a
   dead or silent process, which receives the current weights. It drops a sample that fails for the
   third time. The run ends if more than the share `max_failed` of samples is dropped.
-- Ranks of elastic groups are not replaced: they leave the group, and join again when there is room
+- Ranks of elastic groups leave their group instead, and join again when there is room
   (`elastic.py`).
-- Lost nodes: the driver replaces their ranks on other nodes, and issues groups again whose rows
-  were only there.
+- Lost nodes: the driver replaces their ranks on other nodes. It issues groups again if their rows
+  were only on lost nodes.
 - Other groups, such as actors: the driver restarts the run from its last checkpoint, at most
   `MAX_RESTARTS` times (`controllers/driver.py`).
 """

@@ -100,8 +100,8 @@ class Saving:
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """Record a finished step, and decide whether a checkpoint is due. `for_best`: it is,
-        because the step's evaluation may make it the best."""
+        """Record a finished step, and decide whether a checkpoint is due. With `for_best`, one is
+        due because the step's evaluation may make it the best."""
         if not self._config.writes or step <= 0:
             return
         every, every_s = self._config.every, self._config.every_s
@@ -131,7 +131,8 @@ class Saving:
 
     def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
         """Begin a checkpoint. Return requests that make the groups copy their state. No update may
-        be running. Raises OSError if a write failed, for example on a full disk; retry it."""
+        be running. Raises OSError if a write failed, for example on a full disk; the caller may try
+        again."""
         assert not self.under_way
         path = self.folder.make_unfinished(state)
         self._state, self._saved_step = state, state.step
