@@ -85,8 +85,7 @@ class Connection:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher. Raises OSError if it is gone, does not answer, or lacks the
-        token."""
+        """Connect to a publisher. Raises OSError if it is gone, is silent, or lacks the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)

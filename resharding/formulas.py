@@ -156,8 +156,7 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to consecutive nodes' devices. Layouts that share devices need one
-    `first_node`."""
+    """Assign ranks to consecutive nodes. Layouts that share devices need the same `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
         for rank in range(num_ranks)
@@ -272,8 +271,7 @@ def _of_stages_and_shards(
     dtype: str,
     label: str,
 ) -> Layout:
-    """Return a layout with a shard of a stage per rank. `parts` lists each rank's (stage,
-    shard)."""
+    """Return a layout of one shard per rank. `parts` lists each rank's (stage, shard)."""
     parameters = list(parameters)
     if isinstance(stages, int):
         layers = (layer for p in parameters for layer in (p.layer, p.tied_layer) if layer is not None)

@@ -58,8 +58,7 @@ from .weights import (
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The entries of one publisher. Unchanged entries give the same object, so receivers plan
-    once."""
+    """The entries of one publisher. Unchanged entries give one object, so receivers plan once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
@@ -352,8 +351,7 @@ class _Source:
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
-        """Request copies. The publisher sends their bytes in this order, unless its memory is
-        mapped."""
+        """Request copies. Unless its memory is mapped, the publisher sends them in this order."""
         said = b""
         if self.memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]

@@ -593,8 +593,7 @@ class _BucketMemory:
         self.mapping: dict[str, Any] = {}
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
-        """Return at least `num_bytes` of memory as [bytes] uint8. Earlier memory stays valid while
-        used."""
+        """Return at least `num_bytes` of memory as [bytes] uint8. Memory in use stays valid."""
         if self._memory is not None and num_bytes <= len(self._memory):
             return self._memory
         if self._device is not None:

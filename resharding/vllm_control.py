@@ -55,8 +55,7 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode a text from `encoded`. `torch.Size` becomes a tuple. Raises ValueError for other
-    texts."""
+    """Decode a text from `encoded`; `torch.Size` becomes a tuple. Raises ValueError for others."""
     return _value(json.loads(text))
 
 
@@ -202,8 +201,7 @@ class Receivers:
     # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the ranks to receive. If the backend numbers ranks, they count over all
-        engines."""
+        """Prepare the ranks to receive. Rank numbers, if the backend has any, span all engines."""
         payloads, offset = [], init_info.get("rank_offset")
         for engine in self._engines:
             payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset})

@@ -165,8 +165,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. Create a new trainer if they changed. Return False if there are
-        none."""
+        """Wait for the engines; if they changed, create a trainer. Return False without engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)

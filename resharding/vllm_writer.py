@@ -76,8 +76,7 @@ class _Fill:
 
 @dataclass(frozen=True)
 class _RecordedLayout:
-    """The tensors that a rank takes from a checkpoint, and its loaders' fills, without the
-    model."""
+    """The tensors that a rank takes from a checkpoint, and its loaders' fills."""
 
     layout: Layout
     """Tensors in the order of the model's layers. A piece's `memory` names a parameter or buffer.
@@ -515,8 +514,7 @@ class _Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def complete_staged(self) -> None:
-        """After the last slice, pack the staged parameters for CPU kernels. Free the staging
-        memory."""
+        """After the last slice, pack staged parameters for CPU kernels, and free staging memory."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)

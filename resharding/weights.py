@@ -48,8 +48,7 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """Return the box with indexes [start, stop) along one dimension, and all along the
-        others."""
+        """Return the box with indexes [start, stop) along one dimension, and all along others."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
         return cls(tuple(starts), tuple(stops))

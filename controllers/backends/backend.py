@@ -44,8 +44,7 @@ class Files:
     """Has a subfolder for each node. Unused if `scratch` is set."""
     file_bytes: int = FILE_BYTES
     memory_bytes: int | None = None
-    """[bytes] Most bytes of segments that a node keeps in memory; None leaves this to the
-    kernel."""
+    """[bytes] Most bytes of segments to keep in a node's memory; None: the kernel decides."""
     scratch: Scratch | None = None
     """A local folder on each machine; None if all machines share `folder`."""
     start: int = 0
@@ -191,8 +190,7 @@ class Backend(Protocol):
 
     @property
     def cluster(self) -> Cluster | None:
-        """The operations of a cluster, whose ranks can die or hang one by one; None for one
-        process."""
+        """Operations of a cluster, whose ranks can fail one by one; None for a single process."""
         return None
 
 
@@ -216,8 +214,7 @@ class Cluster(Protocol):
         ...
 
     def sample_at(self, group: WorkerGroup, rank: int) -> int | None:
-        """Id of the last sample that a rank recorded with `Context.at`, even if it has died, or
-        None."""
+        """Id of the last sample that a rank recorded with `Context.at`, even if dead, or None."""
         ...
 
     def lost_nodes(self, *, look: bool) -> Collection[str]:

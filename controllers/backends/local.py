@@ -172,8 +172,7 @@ class Local(Backend):
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` if memory is too small, or if a weight transport needs two
-        processes."""
+        """Raise a `UserError` if memory is too small, or a weight transport needs processes."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader

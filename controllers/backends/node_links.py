@@ -430,8 +430,7 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Record that a rank is up. `take_events` returns its reply once all nodes are
-        connected."""
+        """Record that a rank is up. `take_events` returns its reply once it is connected."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 

@@ -57,8 +57,7 @@ class ReservedPool:
     parts: Sequence[_ReservedPart]
     """One part for each node of the pool."""
     cpus: int
-    """Number of CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's
-    node."""
+    """Number of CPUs that Ray counts for the pool; 0 for a guest on another pool's node."""
 
 
 class Reservations:

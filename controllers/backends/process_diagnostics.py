@@ -357,8 +357,7 @@ class ProcessWatch:
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
-        """Return worker -> innermost frames of its executor's thread, or why there are none. Skips
-        unwatched workers."""
+        """Return worker -> innermost frames of its executor's thread, or why there are none."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
@@ -420,8 +419,7 @@ K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the settled promises from `promises`. Return (value, result) of those that
-    succeeded."""
+    """Remove settled promises from `promises`. Return (value, result) of those that succeeded."""
     import ray
     from ray.exceptions import RayError
 

@@ -221,8 +221,7 @@ def _note_path(logs: Path, group: str, rank: int) -> Path:
 MAX_CALLS = 64
 """Maximum number of concurrent calls with rows on a rank, each in its own thread."""
 CONTROL = "control"
-"""Ray concurrency group for calls without rows (weights, cancelling), which other calls cannot
-block."""
+"""Ray concurrency group for calls without rows, which calls with rows cannot block."""
 CONTROL_CALLS = 16
 
 

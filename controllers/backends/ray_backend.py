@@ -455,8 +455,7 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Return a message if a process died because its node lacks a module of this process, else
-    None."""
+    """Return a message if a process died for lack of a module that the driver has, else None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

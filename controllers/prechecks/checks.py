@@ -191,8 +191,7 @@ def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
-    """Return the point to resume from. Without rows in flight, it is the first row if the data or
-    their order changed."""
+    """Return the point to resume from: without rows in flight and with new data, the first row."""
     if point is None or point.with_rows:
         return point
     rules: dict[str, Rule] = dict.fromkeys(ORDER_OF_DATA, "fixed")
@@ -313,8 +312,7 @@ MAX_ROWS = 10_000_000
 
 
 def check_rows(graph: Graph, prompts: int, setting: str) -> None:
-    """Check that the driver can hold the rows of this many prompts. `setting` decides their
-    number."""
+    """Check that the driver can hold the rows of this many prompts, which `setting` decides."""
     rows = prompts * expected_rows(graph)
     if rows > MAX_ROWS:
         several = [n for n in graph.nodes if n.arguments.get("n", 1) != 1]

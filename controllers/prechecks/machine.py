@@ -543,8 +543,7 @@ def _extras(weft: _Package) -> Iterator[tuple[str, _Finding]]:
 
 
 def _is_met(need: Requirement) -> bool:
-    """Return whether a package and the requirements of its extras (`ray[default]`) are
-    installed."""
+    """Return whether a package and its extras' requirements (`ray[default]`) are installed."""
     package = installed(need.name)
     if package is None or not fits(need, package.version):
         return False

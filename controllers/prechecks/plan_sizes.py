@@ -66,8 +66,7 @@ class StepSizes:
     prompt_tokens: float
     """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Tokens of a response: the sampling limit, or the mean length in the data; 0 without
-    either."""
+    """Tokens of a response: the sampling limit, or the mean length in the data, or 0."""
     sampled: bool
 
     @property
@@ -144,8 +143,7 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Return a source column's mean length: items of a list, or characters; 0 without the
-    column."""
+    """Return a source column's mean number of items or characters; 0 without the column."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])

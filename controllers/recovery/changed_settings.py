@@ -111,8 +111,7 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
 
 
 def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting of an older version that is gone and was not at its
-    default."""
+    """Return a line for each setting that no longer exists and was not at its default."""
     return [
         f"{name} was {_short(text)}, and is no longer a setting"
         for name, text in before.items()

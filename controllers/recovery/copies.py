@@ -63,8 +63,7 @@ FAILURES = (OSError, pa.ArrowException)
 
 
 class _RemoteRun:
-    """The copy of one run, in the folder `base` of the file system `files`. Messages name its
-    `address`."""
+    """The copy of one run, in the folder `base` of `files`. `address` is for messages."""
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
         self._files, self._address = pf.SubTreeFileSystem(base, files), address
@@ -364,8 +363,7 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait up to `timeout_s` for pending copies, and end the thread. `say` receives a line
-        every `say_s`."""
+        """Wait up to `timeout_s` for pending copies, and end the thread. `say` reports the wait."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()

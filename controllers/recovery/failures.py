@@ -74,8 +74,7 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""A sample that fails this often is dropped. A call without rows that fails this often ends the
-run."""
+"""Failures after which a sample is dropped, or a call without rows ends the run."""
 FEWEST_ROWS = 100
 """[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures
 do not end a run."""
@@ -141,8 +140,7 @@ class Failures:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group waits for more ranks. A run without progress is then not
-        stalled."""
+        """Whether an elastic group waits for more ranks, so that the run is not stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:

@@ -72,8 +72,7 @@ class Simulated(Backend):
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
         self._seed = 0
-        """The driver's seed. A prompt's response lengths are equal under all schedules and
-        placements."""
+        """The driver's seed. It fixes response lengths for all schedules and placements."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
         """(graph, source row) -> group id -> number of the group among those made of the row."""

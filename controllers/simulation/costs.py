@@ -33,8 +33,7 @@ from ..ranks.row_io import num_tokens
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a microbatch's time: a backward pass has twice the matrix
-products."""
+"""Share of the forward pass in a microbatch: a backward pass has twice as many matrix products."""
 
 
 class LogNormal(Config):
@@ -73,8 +72,7 @@ class LinearCost(Config):
     """[s] Constant time of each call. An update that comes in parts takes it once, in the last
     part. Set it to the time of a call without rows."""
     per_row_s: float = Field(default=0.0, ge=0)
-    """[s] Time per row of the busiest replica. Set it for calls whose time depends on rows, such as
-    rewards."""
+    """[s] Time per row of the busiest replica. Set it for calls such as rewards."""
     per_token_s: float = Field(default=0.0, ge=0)
     """[s] Time per token of the busiest replica, including prompt tokens. Set it for calls whose
     time depends on tokens, such as training."""
@@ -121,8 +119,7 @@ class PipelineCost(LinearCost):
     stages: int = Field(ge=1)
     """[stages] Required. Planned number of pipeline stages."""
     chunks: int = Field(default=1, ge=1)
-    """[chunks] Number of model chunks per stage. Raise it for a smaller bubble but more
-    transfers."""
+    """[chunks] Model chunks per stage. Raise it for a smaller bubble but more transfers."""
     microbatch_tokens: int = Field(ge=1)
     """[tokens] Required. Maximum number of tokens in a microbatch, as in `ModelConfig`. Lower it
     for more microbatches and a smaller bubble."""
@@ -211,8 +208,7 @@ class SequenceParallelCost(LinearCost):
     """
 
     ranks: int = Field(ge=1)
-    """[ranks] Required. Number of ranks that share the rows of a call: one replica, usually the
-    whole group."""
+    """[ranks] Required. Number of ranks of a replica, which share the rows of a call."""
     memory_tokens: int = Field(ge=1)
     """[tokens] Required. Maximum number of tokens that fit on a rank in one pass, from `weft plan`
     or a trial run."""
@@ -337,8 +333,7 @@ class CostModel(Config):
     }
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Return the ranks per replica: those of the group's configuration, or else of its
-        `SequenceParallelCost` or `PipelineCost`."""
+        """Return the ranks per replica, from the group's configuration, or else from its cost."""
         configured = ranks_of_a_replica(config)
         # A training group's configuration always states the number, even if it is 1.
         if configured > 1 or hasattr(config, "sequence_parallel"):

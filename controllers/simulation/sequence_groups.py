@@ -200,8 +200,7 @@ class _Table:
         return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
-        """Move or swap rows between the slowest group and others, while that lowers the larger
-        load."""
+        """Move or swap rows between the slowest group and others, while the larger load falls."""
         swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
             # The factor below ignores gains that are only rounding.
@@ -298,8 +297,7 @@ def _large_and_small(ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
-    """Return a partition: the `large` groups, as many of size `small` as fit, and powers of two for
-    the rest."""
+    """Return a partition: the `large` groups, groups of size `small`, and powers of two."""
     number, left = divmod(ranks - sum(large), small)
     return (
         *large,
