@@ -238,7 +238,7 @@ def _part_of(
 
 
 def _addresses() -> dict[str, str]:
-    """Return Ray's id of each node -> its address."""
+    """Return Ray's node id -> address, for all nodes."""
     import ray
 
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

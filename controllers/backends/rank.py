@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def rank_process(rank_class: type) -> type:
-    """Return a Ray actor class with `rank_class`'s methods, which first sets its environment.
+    """Return a Ray actor class that first sets its environment and has `rank_class`'s methods.
 
     Ray pickles the class by value because a function creates it. Its methods use no outside names.
     The actor's arguments are:
@@ -244,7 +244,7 @@ class RankFiles:
 @dataclass(frozen=True)
 class Standing:
     at: Coordinates | Failure
-    """Coordinates in its group's mesh, or the reason that it did not start."""
+    """The rank's coordinates in the group's mesh, or why it did not start."""
     node: str
     """Name of the rank's node in segment references."""
     node_id: str

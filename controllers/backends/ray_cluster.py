@@ -48,7 +48,7 @@ def address_of(given: str | None) -> str | None:
     >>> address_of("http://ray-head:8265")
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: RayBackend('http://ray-head:8265') is the address of a dashboard or a job server; a driver \
-    joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
+joins a cluster by host:port, such as ray-head:6379 (`ray job submit --address http://ray-head:8265 -- python SCRIPT` runs it there)
 
     Raises:
         UserError: The text is not the address of a cluster.

@@ -4,8 +4,8 @@
       ^                        │                        │
       └────────────────────────┴─process or node ends───┘
 
-- The rows of a rank that leaves go back to the ledger (`failures.py`). The rank joins again when
-  there is room, for example on spot instances.
+- The rows of a leaving rank go back to the ledger (`failures.py`). The rank joins again when there
+  is room, for example on spot instances.
 - The run continues with the ranks that are up. Below `min_ranks`, it waits for more, with a
   deadline.
 - Weft retries a failed start after a pause, which doubles each time.

@@ -59,7 +59,7 @@ class Generating:
     left: list[int] = field(init=False)
     """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
-    """[prompts] of [n] versions of the weights that wrote the first token."""
+    """[prompts] of [n] versions of the weights that generated the first token."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, response number) of finished responses that the batching delay holds back

@@ -10,7 +10,7 @@ does the same without an integer program:
 - It assigns rows longest first, each to the group that would finish it first. Then it moves rows
   away from the slowest group while that helps.
 
-A group is fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
+Groups are fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
 uses one degree for all rows.
 """
 
