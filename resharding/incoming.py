@@ -137,7 +137,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 
 
 def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
-    """Map a publisher's memories, for later versions too. Raises OSError if a file is gone."""
+    """Map a publisher's memories, and keep them mapped. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
         found = _maps.get(key)

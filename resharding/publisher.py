@@ -553,7 +553,7 @@ class _Transfer:
     # The publisher's thread
 
     def stop(self) -> str | None:
-        """End the transfer. Return and raise as `WeightPublisher.finish`."""
+        """End the transfer. Returns and raises the same as `WeightPublisher.finish`."""
         with self._condition:
             self._ended = True
             self._condition.notify_all()

@@ -491,8 +491,8 @@ class _Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding. `kept` holds memory for all versions, by
-        parameter name."""
+        """Allocate staging memory, and fill its padding. `kept` maps parameter names to memory that
+        all versions reuse."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)

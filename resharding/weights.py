@@ -539,7 +539,7 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Return the overlapping pieces, the overlaps, and whether these cover the box exactly."""
+        """Return the overlapping pieces, the overlaps, and whether these cover the box once."""
         if box not in self._found:
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)

@@ -155,7 +155,7 @@ class Backend(Protocol):
         return time.monotonic()
 
     def cancel(self, call: Call) -> None:
-        """Cancel a call on all of its ranks. The call still sends its last reply."""
+        """Cancel an interruptible call on all of its ranks. It still sends its last reply."""
         ...
 
     def give_up(self, call: Call, sample_ids: Sequence[int]) -> None:

@@ -285,7 +285,7 @@ class _SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Forget dead servers, and return whether there were any. Checks at most every LOOK_S."""
+        """Forget dead servers, and return whether there were any, at most once every LOOK_S."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -452,7 +452,8 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Begin to start servers on all nodes in use, if there are several; `_advance` goes on."""
+        """Begin to start servers on all nodes in use, if several; `_advance` completes the
+        start."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return

@@ -84,7 +84,7 @@ class Reservations:
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
-        # If the user sized no pool, wait for any one, which can then host the others as guests.
+        # If the user sized no pool, wait for the first, which can then host the others as guests.
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:

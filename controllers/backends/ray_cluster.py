@@ -236,7 +236,7 @@ class RayCluster:
     Args:
         address: `host:port` or "auto". None: `RAY_ADDRESS`, or else a local cluster.
         grows: Whether nodes may join while Weft reserves pools.
-        code: The user's code, which an existing cluster receives.
+        code: The user's code, to send to the nodes of an existing cluster.
     """
 
     def __init__(

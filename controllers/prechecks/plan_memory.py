@@ -195,7 +195,7 @@ def group_memory(
         return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
-            raise  # the run would fail, too; but a model may not be downloaded yet
+            raise  # the run would fail, too; a model that is not downloaded yet is no error
         return replace(known, unknown=str(error))
 
 

@@ -78,7 +78,7 @@ class Saving:
         self._last: int | None = None
         """The step that must be in a checkpoint, because the run is ending."""
         self._saved_step = -1
-        """Step of the latest checkpoint that was not given up."""
+        """Step of the latest checkpoint, unless it was given up."""
         self._full_disk = ""
         """Error of the latest write on a full disk, or empty."""
         self._copying: set[str] = set()

@@ -1,7 +1,7 @@
 """Simulated: a backend without workers, on a virtual clock.
 
 A cost model gives the time of each call, and the clock jumps from one event to the next. The
-backend invents the references to rows, and writes none.
+backend writes no rows, and invents the references to them.
 
     CostModel -> Simulated(costs) -> Driver(..., backend=...)   a run with a log, in virtual seconds
     calibrate(run) -> CostModel                                 from the timeline of a real run

@@ -167,8 +167,8 @@ class _Table:
 
         Every row takes at least the rank-seconds of its cheapest group size, and the ranks share
         the sum of these. It also takes at least the seconds of its quickest group size.
-        Rank-seconds depend on a group's size only through its exchange time, so the table's sizes
-        are enough.
+        Rank-seconds depend on a group's size only through its exchange time, so comparing the
+        table's sizes is enough.
         """
         if not self._rows:
             return 0.0
