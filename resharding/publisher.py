@@ -65,7 +65,7 @@ FORM = struct.Struct("<qq")
 """Header of each box sent to a receiver: a delta's number of bytes of gaps, and of values."""
 WHOLE = (-1, -1)
 MOST_TIMES = 16
-"""How often a receiver may request the same element: once per tensor that contains it."""
+"""Limit on requests for one element. A receiver sends one for each tensor that contains it."""
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
 

@@ -236,7 +236,7 @@ class Layout:
         return cls.of(tensors, [layout.ranks[0] for layout in layouts], label)
 
     def num_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank holds. Elements that it holds twice count twice."""
+        """Return the bytes that a rank holds. Elements in two places count twice."""
         return self._bytes_of_ranks[rank]
 
     @cached_property

@@ -185,7 +185,7 @@ def _check_variable(name: str, value: str) -> None:
 # Jobs
 
 VARIABLE = "RAY_API_SERVER_ADDRESS"
-"""Environment variable with the address of the job server, also for Ray's commands."""
+"""Environment variable with the job server's address, which Ray's commands read, too."""
 EXAMPLE = "http://ray-head:8265"
 GCS_PORT = 6379
 """Ray's default port for drivers that join a cluster."""

@@ -330,7 +330,7 @@ def node_names(
 # NodeLinks: servers, ranks and logs of all nodes
 
 NODE_TIMEOUT_S = 5.0
-"""[s] Longest wait for a node to accept a connection, in checks for lost nodes."""
+"""[s] Longest wait for a node to accept a connection; after that, the node counts as lost."""
 CONNECT_TIMEOUT_S = 60.0
 """[s] During a run, longest wait until a new segment server is up and all ranks know it."""
 POLL_S = 0.05
