@@ -1,14 +1,13 @@
-"""Buckets: the parts of a version in transfer order, cut into pieces that fit into fixed-size
-memory.
+"""Buckets: the parts of a version in transfer order, cut to fit into fixed-size memory.
 
     parts of a rank      | embed_tokens 80 MB                    | q_proj 2 MB | k_proj 2 MB | ...
     buckets of 16 MB     | rows 0-5461 | rows 5461-10922 | ...   | rest of the rows, q_proj, ...
 
 A bucket is a list of entries. An entry states a box of a tensor, its dtype, and the position of its
-bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). All other
-parts are copied into bucket memory, which later buckets reuse.
+bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). The
+publisher copies all other parts into bucket memory, which later buckets reuse.
 
-This module also has the checksum of a version, and the encoding of changed elements (deltas).
+This module also computes the checksum of a version, and encodes changed elements (deltas).
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
 
 SLOTS = 2
-"""Number of buckets in memory at the same time: the publisher fills one while receivers read the
-other."""
+"""Number of buckets in memory: the publisher fills one while receivers read the other."""
 
 _ALIGNMENT = 64
-"""[bytes] The size of a cache line; each tensor begins at a multiple of it."""
+"""[bytes] The size of a cache line. Each tensor begins at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,9 @@ class Entry:
     box: Box
     bucket: int
     offset: int
-    """[bytes] Offset from the start of the bucket, or of the mapped memory if the part is read in
-    place."""
+    """[bytes] Offset from the start of the bucket, or of the mapped memory if read in place."""
     memory: int = 0
-    """0 for bucket memory; otherwise the number of the mapped memory that holds the elements."""
+    """0 for bucket memory; otherwise the number of the mapped memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +64,7 @@ class Entry:
 
     def view(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """Return the elements as a view of `memory` ([bytes] uint8). The bucket begins at `start`
-        [bytes]; 0 for elements that are read in place."""
+        [bytes]; 0 for elements read in place."""
         first = start + self.offset
         own_bytes = memory[first : first + self.num_bytes]
         return own_bytes.view(getattr(torch, self.dtype)).view(self.box.shape)
@@ -75,7 +72,7 @@ class Entry:
 
 class Cutter:
     """Cuts versions into buckets. Consecutive versions with the same parts get the same entries. An
-    element that is larger than `bucket_bytes` gets its own bucket."""
+    element larger than `bucket_bytes` gets its own bucket."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -85,12 +82,11 @@ class Cutter:
         self.description = described(())
 
     def cut(self, parts: Iterable[TensorPart]) -> list[tuple[Entry, torch.Tensor]]:
-        """Return the entries in bucket order, each with its elements. Large parts become several
+        """Return the entries in bucket order, each with its elements. Cuts large parts into several
         entries. Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
         forms = [_form_of(part) for part in given]
-        # Keep the entries if the parts are unchanged, because receivers plan again for each new
-        # description.
+        # Keep the entries of unchanged parts, because receivers plan again for a new description.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
             numbers = {memory: number for number, memory in enumerate(memories, 1)}
@@ -105,8 +101,6 @@ class Cutter:
 
 
 class _Form(NamedTuple):
-    """All properties of a part except its elements."""
-
     name: str
     box: Box
     shape: tuple[int, ...]
@@ -115,8 +109,7 @@ class _Form(NamedTuple):
     """Where other processes can read the part as it is sent; None if they cannot."""
 
     def offset_of(self, box: Box) -> int:
-        """[bytes] Offset of a box in the part's memory. The box must be contiguous within the
-        part."""
+        """[bytes] Offset of a box, contiguous within the part, in the part's memory."""
         assert self.place is not None
         starts = [start - first for start, first in zip(box.starts, self.box.starts, strict=True)]
         rows = [math.prod(self.box.shape[dim + 1 :]) for dim in range(len(starts))]
@@ -125,7 +118,7 @@ class _Form(NamedTuple):
 
 def _form_of(part: TensorPart) -> _Form:
     dtype = part.dtype or part.tensor.dtype
-    # A part that needs a cast is copied anyway, so it cannot be read in place.
+    # A part that needs a cast is copied, so it cannot be read in place.
     place = place_of(part.tensor) if dtype == part.tensor.dtype else None
     return _Form(part.name, part.box, part.shape, dtype, place)
 
@@ -172,11 +165,11 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 #
 #     sum(tensor)  =  sum over elements of  bits(element) * row_factor(row) * column_factor(column)
 #
-# modulo 2^64. The column is the index along the last dimension. The row is the flat index over all
-# other dimensions. Both refer to the whole tensor. All factors are odd pseudo-random numbers. So
-# the sum is the same however a tensor is cut. A slice that is missing, swapped, shifted or from
-# another version changes the sum; the chance that it does not is about 2^-64. The sum uses the bits
-# of the tensor's dtype, without rounding.
+# modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
+# others. Both refer to the whole tensor, so the sum does not depend on how a tensor is cut. All
+# factors are odd pseudo-random numbers. A slice that is missing, swapped, shifted or from another
+# version changes the sum, except with a chance of about 2^-64. The sum uses the bits of the
+# tensor's dtype, without rounding.
 
 
 _BLOCK_ELEMENTS = 1 << 16
@@ -186,8 +179,8 @@ SIGNED_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """Return the checksum of one box of a tensor with this shape, in [0, 2^64); 0 for an empty box.
-    `tensor` contains the elements in the shape of the box, with any dtype, strides and device. Sums
-    of disjoint boxes add up modulo 2^64.
+    `tensor` contains the box's elements, of any dtype and strides and on any device. Sums of
+    disjoint boxes add up modulo 2^64.
 
     >>> whole = torch.arange(12.0).view(3, 4)
     >>> parts = [Box((0, 0), (3, 1)), Box((0, 1), (3, 4))]
@@ -198,8 +191,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
         return 0
     bits = tensor.detach().view(SIGNED_BITS[tensor.element_size()])
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
-    # For three or more dimensions, the row factors are copies instead of views, and too large to
-    # cache.
+    # For three or more dimensions, the row factors are copies, not views, and too large to cache.
     rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
     if bits.device.type == "cpu":
         with np.errstate(over="ignore"):
@@ -219,8 +211,7 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1 << 16)
 def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the odd factor of a tensor in a model's checksum. It makes the checksum depend on
-    names."""
+    """Return a tensor's odd factor in a model's checksum, which thereby depends on names."""
     # A CRC is equal in all processes, unlike `hash`.
     header = f"{name}|{dtype}|{tuple(shape)}".encode()
     return (
@@ -230,12 +221,11 @@ def tensor_factor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _factors(kind: int, count: int) -> np.ndarray:
-    """Return odd pseudo-random factors for the indexes below `count`, for rows (kind 0) or columns
-    (kind 1)."""
+    """Return odd factors for the indexes below `count` of rows (kind 0) or columns (kind 1)."""
     with np.errstate(over="ignore"):
         mixed = mix_bits(np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(kind))
     odd = (mixed | np.uint64(1)).view(np.int64)
-    # The cache returns this same array to every caller, so nobody may change it.
+    # The cache returns this same array to every caller.
     odd.flags.writeable = False
     return odd
 
@@ -271,8 +261,7 @@ def checksum_of(entries: Iterable[Entry], sums: Iterable[int]) -> int:
 
 
 def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()) -> bytes:
-    """Serialize entries as JSON, together with the shared-memory files that hold some of their
-    elements."""
+    """Serialize entries as JSON, with the shared-memory files that hold some of their elements."""
     fields = [
         [e.name, e.dtype, e.shape, e.box.starts, e.box.stops, e.bucket, e.offset, e.memory]
         for e in entries
@@ -281,8 +270,7 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 
 
 def fingerprint(description: bytes) -> str:
-    """Return an identifier of a description. A receiver uses it to recognize a description that it
-    already has."""
+    """Return an identifier by which a receiver recognizes a description that it already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
 
 
@@ -294,8 +282,7 @@ def _aligned(offset: int) -> int:
 
 
 def device_of(transport: Transport) -> torch.device | None:
-    """Return the device where this process keeps buckets for a transport, or None for the
-    host."""
+    """Return the device where this process keeps buckets for a transport; None for the host."""
     if transport in ("auto", "gloo"):
         return None
     if not torch.cuda.is_available():
@@ -306,8 +293,8 @@ def device_of(transport: Transport) -> torch.device | None:
 
 
 def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
-    """Map a publisher's device memory, as [bytes] uint8. The memory stays mapped while views of it
-    exist. Raises OSError if this process does not see the device or cannot map its memory."""
+    """Map a publisher's device memory, as [bytes] uint8. It stays mapped while views of it exist.
+    Raises OSError if this process does not see the device or cannot map its memory."""
     seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
     if said["device"] not in seen:
         raise OSError(
@@ -330,7 +317,7 @@ def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
 
 
 def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
-    # These are the fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
+    # The fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
     # `rebuild_cuda_tensor`).
     fields = [
         {"bytes": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
@@ -340,9 +327,9 @@ def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
 
 
 # Shared memory: host memory that other processes on this machine can map and read in place. It is
-# an anonymous file (`memfd_create`) that other processes open as `/proc/PID/fd/N`. The file has no
-# name in any folder and no size limit besides host memory. It is freed when the last process closes
-# and unmaps it.
+# an anonymous file (`memfd_create`) that other processes open as `/proc/PID/fd/N`. No folder lists
+# it, and only host memory limits its size. The kernel frees it when the last process closes and
+# unmaps it.
 
 
 class _MemoryPlace(NamedTuple):
@@ -351,12 +338,11 @@ class _MemoryPlace(NamedTuple):
     path: str
     num_bytes: int
     offset: int
-    """[bytes] Offset of the tensor's first element."""
 
 
 class SharedMemory:
-    """Memory for several tensors, one after the other. `room` computes the total size. The
-    memory lives as long as this object or any of its tensors.
+    """Memory for several consecutive tensors; `room` computes its size. It lives as long as this
+    object or any of its tensors.
 
     >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
     >>> tensor = memory.empty((2, 3), torch.float32)
@@ -385,7 +371,7 @@ class SharedMemory:
         return sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros in this memory. Each tensor has its own storage."""
+        """Return a tensor of zeros in this memory, with its own storage."""
         numel = torch.Size(shape).numel()
         # `frombuffer` rejects a count of 0.
         if not numel:
@@ -400,8 +386,7 @@ class SharedMemory:
 
 
 def place_of(tensor: torch.Tensor) -> _MemoryPlace | None:
-    """Return where a contiguous tensor lies in a `SharedMemory` of this process, or None if it is
-    elsewhere."""
+    """Return where a contiguous tensor lies in a `SharedMemory` of this process, or None."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()
@@ -419,15 +404,14 @@ _starts_lock = threading.Lock()
 """One thread may create memory while another calls `place_of`."""
 
 
-# Copies in host memory, and the number of threads for a transfer.
+# Copies in host memory, and the number of threads for a transfer
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` over `target`, which has the same shape. In host memory, only the calling
     thread copies.
 
-    torch would split the copy over all cores and wait for each of them, including cores that the
-    other side of the transfer keeps busy.
+    torch would split the copy over all cores, including those that the other side keeps busy.
     """
     if target.is_cpu and source.is_cpu and (dtype := target.dtype) == source.dtype:
         # numpy has no bfloat16 and no float8, so copy their bits.
@@ -446,8 +430,7 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 
 @contextlib.contextmanager
 def threads_beside(others: int) -> Iterator[None]:
-    """Limit torch's threads in this context, so that `others` processes on this machine keep a core
-    each."""
+    """Limit torch's threads in this context, so that `others` processes here keep a core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
     try:
@@ -462,25 +445,23 @@ def threads_beside(others: int) -> Iterator[None]:
 #     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes
 #     values        bits        bits     bits
 #
-# Positions count in the order of the box's elements, last dimension fastest. If one element in a
-# hundred changes, each costs its own size plus about 1.1 bytes. Elements are compared bitwise: a
-# zero that changes its sign counts as changed.
+# Positions count the box's elements, last dimension fastest. If 1% of the elements change, each
+# costs its own size plus about 1.1 bytes. Elements are compared bitwise: a zero that changes its
+# sign counts as changed.
 
 
 _ESCAPE = 255
-"""Gap byte that stands for 255 unchanged elements, with the gap continuing in the next byte."""
+"""Gap byte for 255 unchanged elements; the gap continues in the next byte."""
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bits of a contiguous tensor as a flat array of unsigned integers. Tensors on the
-    host are not copied."""
+    """Return a contiguous tensor's bits as flat unsigned integers, without a copy on the host."""
     return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
 
 
 def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Encode the changed elements as gaps ([bytes] uint8) and values ([changed] unsigned integers
-    of the elements' size). `bits` ([elements]) are the new bits, and `changed` are the ascending
-    positions that differ.
+    of the elements' size). `bits` ([elements]) are the new bits; `changed` are ascending positions.
 
     >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
     >>> gaps.tolist(), values.tolist()
@@ -494,8 +475,8 @@ def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
-    """Overwrite the changed elements in `bits` ([elements]), which are those of the previous
-    version. If gaps, values and box do not match, raises WeightSyncError and changes nothing."""
+    """Overwrite the changed elements in `bits` ([elements]), the bits of the previous version.
+    Raises WeightSyncError, and changes nothing, if gaps, values and box do not match."""
     ends = np.flatnonzero(gaps != _ESCAPE)
     positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
     if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):
@@ -506,8 +487,8 @@ def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
 
 
 def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
-    """Select the positions (ascending, in the box `outer`) that lie in the box `inner`, and return
-    them relative to `inner`.
+    """Return the positions (ascending, in the box `outer`) that lie in the box `inner`, relative to
+    `inner`.
 
     >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
     [0, 1]

@@ -5,9 +5,9 @@
     HMAC of the nonce, own nonce    ── proof ──>     checks it; closes the connection if it is wrong
     checks it                       <── proof ──     HMAC of the receiver's nonce
 
-After that, both sides send messages. Each message is a letter, a length, and bytes. The token is
-part of the `Weights` record, which only the driver and its ranks see. Weights are not encrypted, as
-with gloo and NCCL, so a run needs a private network.
+After that, both sides send messages: a letter, a length, and bytes. The token is part of the
+`Weights` record, which only the driver and its ranks see. As with gloo and NCCL, weights are not
+encrypted, so a run needs a private network.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ SILENCE_S = 60.0
 """[s] Longest wait for the next message. `expect` extends it for a large version."""
 
 SLOWEST_BYTES_PER_S = 100e6
-"""[bytes/s] A side must process a version between messages at this rate or
-faster, for example while packing a layer of experts."""
+"""[bytes/s] Slowest rate at which a side may process a version between two messages."""
 
 _HEADER = struct.Struct("<cq")
 MOST_BYTES = 256 << 20
-"""[bytes] Largest message. A description of a million boxes takes half of this. Weights are not
-sent as messages."""
+"""[bytes] Largest message. A description of a million boxes takes half of this."""
 SMALL_BYTES = 64 << 10
 """[bytes] Largest greeting, challenge or acknowledgement."""
 _PIECE_BYTES = 1 << 20
@@ -54,15 +52,14 @@ _PROOF_BYTES = 32
 def this_machine() -> str:
     """Return an identifier of this kernel and PID namespace. Processes with equal identifiers can
     map each other's memory."""
-    # Processes map memory as /proc/PID/fd/N, and a PID is only valid in its namespace.
+    # Processes map memory as /proc/PID/fd/N; a PID is only valid in its namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of this machine's IPv4 or IPv6 address `host`; of
-    LOOPBACK if `host` is empty. Raises WeightSyncError if this machine does not have that
-    address."""
+    """Return a socket on a free port of `host`, an IPv4 or IPv6 address of this machine (LOOPBACK
+    if empty). Raises WeightSyncError if this machine does not have the address."""
     address = host or LOOPBACK
     try:
         return socket.create_server(
@@ -83,13 +80,12 @@ class Connection:
         self._socket = connected
         self.silence_s = SILENCE_S
         connected.settimeout(SILENCE_S)
-        # Without this, small messages wait until earlier ones are acknowledged.
+        # Without this, small messages wait for the acknowledgement of earlier ones.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Connection:
-        """Connect to a publisher. Raises OSError if the publisher is gone, does not answer, or does
-        not have the token."""
+        """Connect to a publisher. Raises OSError if it is gone, is silent, or lacks the token."""
         connection = cls(socket.create_connection((host, port), SILENCE_S))
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -106,7 +102,7 @@ class Connection:
     @classmethod
     def accept(cls, connected: socket.socket, token: str) -> Connection:
         """Authenticate a receiver. Closes the socket and raises OSError if the receiver does not
-        answer or does not have the token."""
+        answer or lacks the token."""
         connection = cls(connected)
         try:
             nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -130,7 +126,6 @@ class Connection:
 
     @property
     def own_address(self) -> str:
-        """Address of this side, as the other side sees it."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
@@ -141,8 +136,7 @@ class Connection:
         self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
 
     def receive(self, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:
-        """Return the letter and the content of the next message. Raises OSError if the content is
-        larger than `most_bytes`."""
+        """Return the next message's letter and content. Raises OSError above `most_bytes`."""
         kind, length = _HEADER.unpack(self._receive(_HEADER.size))
         if not 0 <= length <= most_bytes:
             raise ConnectionAbortedError(
@@ -166,7 +160,7 @@ class Connection:
             target = target[received:]
 
     def hang_up(self) -> None:
-        """End the connection. A thread that is waiting for the other side gets an error."""
+        """End the connection. A thread that waits for the other side gets an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -175,7 +169,7 @@ class Connection:
 
     def _receive(self, num_bytes: int) -> bytes:
         content = bytearray()
-        # Allocate only for bytes that have arrived, because the announced length is untrusted.
+        # The announced length is untrusted, so allocate only for bytes that have arrived.
         while len(content) < num_bytes:
             piece = bytearray(min(num_bytes - len(content), _PIECE_BYTES))
             self._receive_into(memoryview(piece))
@@ -184,21 +178,20 @@ class Connection:
 
 
 def reason(error: Exception, silence_s: float | None = None) -> str:
-    """Return a message that says whether the other side did not answer (for this long) or is
-    gone."""
+    """Say in words that the other side did not answer (for this long), or is gone."""
     if isinstance(error, TimeoutError):
         return "was silent" if silence_s is None else f"was silent for {silence_s:.0f} s"
     return f"is gone ({error})"
 
 
 def _proof(token: str, whose: bytes, nonce: bytes) -> bytes:
-    # The digest includes the side's role, so that a peer cannot send our own proof back to us.
+    # The digest includes the side's role, so that a peer cannot send our own proof back.
     return hmac.digest(token.encode(), whose + nonce, "sha256")
 
 
 class Listener:
-    """An endpoint at `host` (empty for this machine only) that calls `serve` for each authenticated
-    connection, in a new thread. An error in `serve` ends only that connection. Raises
+    """An endpoint at `host` (empty for this machine only) that calls `serve` in a new thread for
+    each authenticated connection. An error in `serve` ends only that connection. Raises
     WeightSyncError if this machine does not have that address."""
 
     def __init__(self, host: str, serve: Callable[[Connection], None]) -> None:
@@ -232,7 +225,7 @@ class Listener:
             ).start()
 
     def _greet(self, connected: socket.socket) -> None:
-        # A client that dies or misbehaves loses its own connection only.
+        # A client that dies or misbehaves loses only its own connection.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self._serve(Connection.accept(connected, self.token))
 
@@ -255,20 +248,20 @@ Transport = Literal["auto", "gloo", "nccl", "ipc"]
 # to device with NCCL.
 #
 # The ranks set up the group over their authenticated connection, so no torch store has to listen.
-# gloo and NCCL do not check who connects to them, but only the other side learns the port.
+# gloo and NCCL do not authenticate peers, but only the other side learns the port.
 
 
 _LOOK_S = 0.0002
 """[s] Polling interval of `_await`."""
 _AGAIN_S = 0.05
-"""[s] Pause after a connection could not be accepted."""
+"""[s] Pause after a failed `accept`."""
 
 
 class GroupChannel:
-    """One side of a process group of two ranks. It sends uint8 tensors from rank 0 to rank 1; both
-    sides know each tensor's length. Tensors that are not on `device` ("cpu" for gloo, a CUDA device
-    for NCCL) are copied there first. Nothing else may use the connection during setup. Raises
-    OSError if the other side is gone or does not answer."""
+    """One side of a process group of two ranks. It sends uint8 tensors, whose lengths both sides
+    know, from rank 0 to rank 1. It first copies them to `device` ("cpu" for gloo, CUDA for NCCL).
+    Nothing else may use the connection during setup. Raises OSError if the other side is gone or
+    does not answer."""
 
     def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
         self.num_bytes = 0
@@ -300,13 +293,12 @@ class GroupChannel:
             target.copy_(own)
 
     def hang_up(self) -> None:
-        """End the group and its connection. Threads that are waiting for the other side get an
-        error."""
+        """End the group and its connection. Threads that wait for the other side get an error."""
         self.close()
         self._connection.hang_up()
 
     def close(self) -> None:
-        """End the group. A side that is waiting for the other gets an error."""
+        """End the group. A side that waits for the other gets an error."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -345,8 +337,7 @@ def _nccl(meeting: _Meeting, rank: int, device: torch.device) -> Any:
 
 
 class _Meeting(TorchStore):
-    """A torch store over a connection. The two ranks of a group exchange their addresses through
-    it."""
+    """A torch store over a connection, through which two ranks exchange their addresses."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -390,8 +381,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch raises one class for a timeout and a lost connection, so only the text tells them
-        # apart.
+        # torch raises one class for timeouts and lost connections; only the text tells them apart.
         said = str(error)
         if "imed out" in said or "timeout" in said.lower():
             raise TimeoutError(said.partition("\n")[0]) from None

@@ -1,13 +1,11 @@
-"""Layouts computed from formulas, without modules: for planning, simulation, and reproducing tables
-of papers.
+"""Layouts from formulas, without modules: for planning, simulation, and tables of papers.
 
 In HybridFlow (arXiv:2409.19256, section 5), a rank has these coordinates:
 
     rank = d_i * p * t  +  p_i * t  +  t_i          p pipeline stages, t tensor-parallel shards, d replicas
 
 When generating with p_g stages and t_g shards, the rank takes stage `p_i // (p / p_g)` and shard
-`t_i // (t / t_g)`. So its generation weights contain its training weights, and no second copy is
-needed.
+`t_i // (t / t_g)`. So its generation weights contain its training weights, without a second copy.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from dataclasses import dataclass
 from ..dataflow.errors import UserError
 from .weights import Box, Layout, Piece, TensorLayout, Where
 
-# Pipeline stages
-#
-# The model is cut into `stages * chunks` pieces of consecutive layers. Piece k belongs to stage
-# `k % stages`, as in Megatron-LM's interleaved schedule (arXiv:2104.04473, section 2.2.2).
+# Pipeline stages: the model is cut into `stages * chunks` pieces of consecutive layers. Piece k
+# belongs to stage `k % stages`, as in Megatron-LM's interleaved schedule (arXiv:2104.04473, section
+# 2.2.2).
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,7 @@ class PipelineStages:
 
     stages: int
     layers: tuple[int, ...]
-    """Number of layers in each piece, in model order. It may be 0, for example for a stage that has
-    only the head."""
+    """Number of layers in each piece, in model order; 0 for a stage with only the head."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.layers or len(self.layers) % self.stages or min(self.layers) < 0:
@@ -61,8 +57,7 @@ class PipelineStages:
 
     @classmethod
     def equal(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineStages:
-        """Cut the model into pieces of equal length. If layers do not divide evenly, the first
-        pieces are longer."""
+        """Cut the model into pieces of equal length. Leftover layers go to the first pieces."""
         pieces = stages * chunks
         each, longer = divmod(num_layers, max(1, pieces))
         return cls(stages, (each + 1,) * longer + (each,) * (pieces - longer))
@@ -71,8 +66,8 @@ class PipelineStages:
     def balanced(cls, costs: Sequence[float], stages: int, chunks: int = 1) -> PipelineStages:
         """Cut the model into nonempty pieces. Minimize the cost of the most expensive piece, then
         the sum of squared costs (linear partition problem, solved by dynamic programming). `costs`
-        are [layers], at least 0. Add the cost of the embedding to the first layer, and the cost of
-        the head to the last. Raises UserError if there are more pieces than layers.
+        are [layers], at least 0; the first includes the embedding, the last the head. Raises
+        UserError if there are more pieces than layers.
 
         >>> PipelineStages.balanced([1, 1, 1, 1, 1, 4], stages=3)
         PipelineStages(stages=3, layers=(2, 3, 1))
@@ -96,11 +91,10 @@ def _partition(
     joined: Callable[[float, float], float],
     price: Callable[[float], float],
 ) -> tuple[float, list[int]]:
-    """Cut a line of layers into nonempty pieces at the lowest price. Return the price, and the end
-    of each piece.
+    """Cut layers into nonempty pieces at the lowest price. Return the price, and each piece's end.
 
-    `sums` are cumulative costs: the cost of all layers before each one. `price` maps the cost of a
-    piece to its price. `joined` combines the prices of two parts of the line.
+    `sums` are cumulative costs: the cost of all layers before each one. `price` maps a piece's cost
+    to its price. `joined` combines the prices of two parts of the line.
     """
     num_layers = len(sums) - 1
     best: list[tuple[float, list[int]]] = [(price(sums[end]), [end]) for end in range(num_layers + 1)]
@@ -128,11 +122,9 @@ class Parameter:
     split_dim: int | None = None
     """Dimension that tensor parallelism splits; None if each shard holds the whole parameter."""
     layer: int = 0
-    """Layer of the parameter. Embeddings belong to the first layer, the head to the
-    last."""
+    """Layer of the parameter. Embeddings belong to the first layer, the head to the last."""
     tied_layer: int | None = None
-    """Another layer whose stage has a copy. For an embedding tied to the head, this is the last
-    layer."""
+    """Another layer whose stage has a copy: the last layer, for an embedding tied to the head."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +140,8 @@ class Parallelism:
         return self.pp * self.tp * self.dp
 
     def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
-        """Return the "pp", "tp" and "dp" coordinates of each rank. `order` lists the coordinates,
-        the one that changes fastest first. The default is HybridFlow's order; Megatron-LM's is
-        ("tp", "dp", "pp")."""
+        """Return each rank's "pp", "tp" and "dp" coordinates. `order` lists them, fastest-changing
+        first. The default is HybridFlow's order; Megatron-LM's is ("tp", "dp", "pp")."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(
                 f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}"
@@ -165,8 +156,7 @@ class Parallelism:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int = 8, first_node: int = 0) -> list[Where]:
-    """Assign ranks to the devices of consecutive nodes. Use the same `first_node` for layouts that
-    share devices."""
+    """Assign ranks to consecutive nodes. Layouts that share devices need the same `first_node`."""
     return [
         Where(f"node{first_node + rank // ranks_per_node}", f"device{rank % ranks_per_node}")
         for rank in range(num_ranks)
@@ -182,9 +172,9 @@ def three_dimensional(
     stages: PipelineStages | None = None,
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
-    default, ranks are on nodes of 8 devices, and stages are `PipelineStages.equal`. For `order`,
-    see `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or does not
-    include some layer."""
+    default, nodes have 8 devices, and stages are `PipelineStages.equal`. For `order`, see
+    `Parallelism.coordinates`. Raises UserError if `stages` does not match `sizes`, or lacks a
+    layer."""
     if stages is not None and stages.stages != sizes.pp:
         raise UserError(f"a layout of PP {sizes.pp} has a pipeline of {stages.stages} stages")
     parts = [(c["pp"], c["tp"]) for c in sizes.coordinates(order)]
@@ -201,10 +191,10 @@ def generation(
     dtype: str = "bfloat16",
     regrouped: bool = True,
 ) -> Layout:
-    """Return the layout of the same ranks for generation. The number of stages `pp` and of shards
-    `tp` must divide those of training. In HybridFlow's groups (`regrouped`), a rank's generation
-    shard contains its training shard. Otherwise, groups are consecutive ranks, as in "HybridFlow-V"
-    in table 2 of the paper."""
+    """Return the layout of the same ranks for generation. `pp` and `tp` must divide those of
+    training. If `regrouped`, groups follow HybridFlow: a rank's generation shard contains its
+    training shard. Otherwise, groups are consecutive ranks ("HybridFlow-V" in table 2 of the
+    paper)."""
     grouped = generation_coordinates(training, pp, tp)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
@@ -218,8 +208,7 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
     "generation_tp" in generation, and "micro_dp".
 
     Ranks with equal "dp" and "micro_dp" share one model replica in generation, so they get the same
-    rows. Read literally, the paper's 3D_ALL_MICRO_DP protocol would split rows inside such a group;
-    this function does not.
+    rows. The paper's 3D_ALL_MICRO_DP protocol, read literally, would split the rows.
 
     >>> [c["micro_dp"] for c in generation_coordinates(Parallelism(tp=4), 1, 2)]
     [0, 1, 0, 1]
@@ -245,8 +234,8 @@ def fully_sharded(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of FSDP2 over tensor parallelism. Tensor parallelism is the fastest
-    coordinate, and splits first. FSDP then splits dimension 0 over `sharded` ranks, in the sizes of
+    """Return the layout of FSDP2 over tensor parallelism, which is the fastest coordinate and
+    splits first. FSDP then splits dimension 0 over `sharded` ranks, in the sizes of
     `torch.chunk`."""
     shared: dict[tuple[object, ...], tuple[tuple[Piece, ...], ...]] = {}
     tensors: list[TensorLayout] = []
@@ -267,7 +256,7 @@ def replicas(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
 ) -> Layout:
-    """Return the layout of independent engines, each of one tensor-parallel group, as in vLLM."""
+    """Return the layout of independent engines of one tensor-parallel group each, as in vLLM."""
     parts = [(0, rank % tp) for rank in range(tp * num_replicas)]
     label = f"{num_replicas} replicas of TP {tp}"
     return _of_stages_and_shards(parameters, 1, tp, parts, ranks, dtype, label)
@@ -282,8 +271,7 @@ def _of_stages_and_shards(
     dtype: str,
     label: str,
 ) -> Layout:
-    """Return a layout with one shard of one stage per rank. `parts` lists each rank's stage and
-    shard."""
+    """Return a layout of one shard per rank. `parts` lists each rank's (stage, shard)."""
     parameters = list(parameters)
     if isinstance(stages, int):
         layers = (layer for p in parameters for layer in (p.layer, p.tied_layer) if layer is not None)

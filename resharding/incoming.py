@@ -1,5 +1,4 @@
-"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank. It reads the
-layout from what the publishers describe, and keeps the boxes that deltas apply to.
+"""IncomingWeights: the receiving side of a transfer, connected to every trainer rank.
 
 connect ──> layout ──> slices, written on arrival ──> confirm: checks completeness
 
@@ -59,13 +58,11 @@ from .weights import (
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The entries of one publisher. If the entries are unchanged, this object is too, so a receiver
-    plans only once."""
+    """The entries of one publisher. Unchanged entries give one object, so receivers plan once."""
 
     entries: tuple[Entry, ...]
     numbers: dict[str, list[int]]
-    """Maps each tensor name to the indexes of its entries, in the order of the tensor's pieces in
-    the layout."""
+    """Maps each tensor name to the indexes of its entries, in the order of its pieces."""
     buckets: tuple[tuple[int, ...], ...]
     memories: tuple[tuple[str, int], ...]
     """Path and size in bytes of each memory that holds entries in place."""
@@ -88,8 +85,8 @@ def read_description(description: bytes) -> _Description:
 
 @functools.lru_cache(maxsize=8)
 def layout_of(ranks: tuple[_Description, ...]) -> Layout:
-    """Return the trainer's layout, given the descriptions of its ranks. Raises WeightSyncError
-    unless the ranks together publish each element of each tensor exactly once."""
+    """Return the trainer's layout, given its ranks' descriptions. Raises WeightSyncError unless the
+    ranks together publish each element of each tensor exactly once."""
     layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
     for name, tensor in layout.tensors.items():
         given = sum(box.numel for boxes in tensor.boxes for box in boxes)
@@ -122,7 +119,7 @@ class _Views:
         self._elements: dict[int, torch.Tensor] = {}
 
     def elements(self, number: int) -> torch.Tensor:
-        """Return the elements of an entry. They are valid until the next bucket."""
+        """Return the elements of an entry, valid until the next bucket."""
         if (known := self._elements.get(number)) is not None:
             return known
         entry = self.parts.entries[number]
@@ -136,12 +133,11 @@ _lock = threading.Lock()
 """Several threads of a process may receive weights at the same time."""
 
 _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
-"""Keyed by path, size and inode of the files, because paths may be reused."""
+"""Keyed by path, size and inode, because paths may be reused."""
 
 
 def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
-    """Map a publisher's memories. They stay mapped for later versions while the files exist; views
-    of unchanged entries are kept too. Raises OSError if a file is gone."""
+    """Map a publisher's memories, and keep them mapped. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
         found = _maps.get(key)
@@ -166,8 +162,7 @@ def _is_there(path: str, inode: int) -> bool:
 def _map_file(path: str, num_bytes: int) -> torch.Tensor:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A private rather than read-only mapping: torch needs writable memory, and writes must not
-        # reach other receivers.
+        # A private mapping: torch needs writable memory, but writes must not reach other receivers.
         mapping: Any = mmap.mmap(
             file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -177,7 +172,7 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
 
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
-"""[s] Longest wait for a bucket. The publisher may itself be waiting for another receiver."""
+"""[s] Longest wait for a bucket. The publisher may itself wait for another receiver."""
 
 
 class IncomingWeights:
@@ -214,16 +209,15 @@ class IncomingWeights:
         return sum(source.memory is not None for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """Yield each copy with its elements as they arrive. `copies` are tensor names and copies
-        from a plan whose source is this layout. The elements are valid until the next copy. Raises
-        WeightSyncError if a publisher is gone, has given up, or did not answer in time."""
+        """Yield each copy with its elements, valid until the next copy, as they arrive. `copies`
+        are tensor names and copies from a plan whose source is this layout. Raises WeightSyncError
+        if a publisher is gone, has given up, or did not answer in time."""
         wanted: list[dict[int, list[tuple[str, Copy, int]]]] = [{} for _ in self._sources]
         for name, copy in copies:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
-        # Send requests to all publishers before reading from any: a publisher fills its buckets
-        # once its receivers have asked.
+        # Send all requests first: a publisher fills its buckets once its receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
         with selectors.DefaultSelector() as selector:
@@ -242,8 +236,7 @@ class IncomingWeights:
                         selector.unregister(source.connection)
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
-        # PATIENCE_S includes the timeout twice, so add the extension for a large version twice as
-        # well.
+        # PATIENCE_S has the timeout twice, so add the extension for a large version twice.
         patience_s = PATIENCE_S + 2 * max(s.connection.silence_s - SILENCE_S for s in self._sources)
         ready = [key.data for key, _ in selector.select(patience_s)]
         if not ready:
@@ -284,14 +277,13 @@ class IncomingWeights:
                     f"{source.where}: checksum {found:016x} was published, but {own:016x} arrived"
                 )
             total += own
-        # Not earlier, because a publisher counts this receiver as served once it is thanked.
+        # Not earlier: the acknowledgement makes a publisher count this receiver as served.
         for source in self._sources:
             source.thank()
         return f"{total % CHECKSUM_MODULUS:016x}"
 
     def hang_up(self) -> None:
-        """End the connections. May be called from another thread; iterating over slices then raises
-        an error."""
+        """End the connections, from any thread. Iterating over slices then raises an error."""
         for source in self._sources:
             source.channel.hang_up()
 
@@ -339,7 +331,7 @@ class _Source:
             """Device that the bytes arrive on, unless the memory is mapped."""
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             mapped = here and self._transport in ("auto", "ipc")
-            # Bytes in mapped memory do not travel, so deltas would save nothing.
+            # Bytes in mapped memory are not sent, so deltas would save nothing.
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(
@@ -359,8 +351,7 @@ class _Source:
         return self._taken == len(self.parts.buckets)
 
     def ask(self, wanted: list[tuple[int, Copy]]) -> None:
-        """Request copies. The publisher sends their bytes in this order. For mapped memory, no list
-        is sent."""
+        """Request copies. Unless its memory is mapped, the publisher sends them in this order."""
         said = b""
         if self.memory is None:
             boxes = [[number, copy.box.starts, copy.box.stops] for number, copy in wanted]
@@ -374,7 +365,7 @@ class _Source:
                 self.channel = GroupChannel(self.connection, rank=1, device=self._device)
 
     def next_bucket(self) -> int | None:
-        """Wait for the next message. Return the number of the bucket, or None for a keepalive."""
+        """Wait for the next message. Return the bucket's number, or None for a keepalive."""
         kind, content = self._receive_one_of(b"BP")
         if kind == b"P":
             return None
@@ -386,7 +377,7 @@ class _Source:
         return bucket
 
     def elements(self, number: int, copy: Copy) -> torch.Tensor:
-        """Return the elements of a copy of this entry. The entry belongs to the current bucket."""
+        """Return the elements of a copy of this entry, which belongs to the current bucket."""
         entry = self.parts.entries[number]
         if self.memory is not None:
             found = self.memory.elements(number)
@@ -398,8 +389,7 @@ class _Source:
     def release_bucket(self, bucket: int) -> None:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
-        # If the publisher sends the bytes, it knows by itself when the receiver has taken the
-        # bucket.
+        # A publisher that sends the bytes knows when the receiver has taken the bucket.
         if self.memory is not None:
             if self._transport == "ipc":
                 torch.accelerator.synchronize()  # the device may still be reading the bucket
@@ -470,7 +460,6 @@ class _Source:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Turn connection errors into errors that name the publisher."""
         try:
             yield
         except OSError as error:
@@ -503,24 +492,22 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
             del _descriptions[next(iter(_descriptions))]
 
 
-# The previous version, the base of deltas.
+# The previous version, the base of deltas
 
 
 class _HeldBoxes:
-    """The bits of the boxes that a receiver took last. The next version's deltas apply to them.
-    Entry numbers are only valid for one publisher."""
+    """The bits of the boxes that a receiver took last, to which the next deltas apply. Entry
+    numbers are only valid for one publisher."""
 
     def __init__(self, publisher: str) -> None:
         self.publisher = publisher
         self.version: int | None = None
-        """The version of all boxes; None if there are none, or if they belong to
-        several versions."""
+        """The version of all boxes; None without boxes, or if they belong to several versions."""
         self._bits: dict[tuple[int, Box], np.ndarray] = {}
 
     def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version with these entry numbers and boxes. Return the version of which all of
-        them are held, or None if deltas do not apply. `version` is None until the caller sets it
-        again."""
+        """Start a version with these entry numbers and boxes. Return the version of all of them, or
+        None if deltas do not apply. `version` is None until the caller sets it."""
         keys = set(wanted)
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
@@ -530,8 +517,8 @@ class _HeldBoxes:
         return base
 
     def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the bits that are held of a box of an entry, or new memory for them: [elements]
-        unsigned integers of the elements' size."""
+        """Return the held bits of an entry's box, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
         key = (number, box)
         if key not in self._bits:
             self._bits[key] = np.empty(box.numel, dtype)
@@ -543,9 +530,8 @@ _held: dict[tuple[str, int, int], _HeldBoxes] = {}
 
 
 def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
-    """Return the boxes of a trainer rank that this process (`part` of a receiver) holds. A new
-    publisher discards the boxes of the previous one. If the receiver has no name, they are not
-    kept."""
+    """Return a trainer rank's boxes that this process (`part` of a receiver) holds. Discards those
+    of an earlier publisher. Does not keep boxes of a receiver without a name."""
     found = _held.get((receiver, part, rank))
     if found is None or found.publisher != publisher:
         found = _HeldBoxes(publisher)
@@ -554,9 +540,8 @@ def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxe
     return found
 
 
-# Receiver for modules whose parameters match the checkpoint, either whole or sharded by FSDP.
-#
-# vLLM fuses, pads and repacks its parameters, so it uses `vllm_writer.py` instead.
+# Receiver for modules whose parameters match the checkpoint, whole or sharded by FSDP. vLLM fuses,
+# pads and repacks its parameters, so it uses `vllm_writer.py` instead.
 
 
 @torch.no_grad()
@@ -568,7 +553,7 @@ def receive_parts(
 ) -> str:
     """Copy this rank's parts of a version into its tensors as they arrive, check them, confirm the
     version, and return its checksum. `parts` are the tensors to overwrite, each one box of a
-    published tensor. Elements are cast to the dtype of the part.
+    published tensor. The copy casts elements to the dtype of the part.
 
     Args:
         counted: for each part, whether this rank adds it to the checksum. Exactly one of the ranks
@@ -597,7 +582,7 @@ def receive_parts(
         part = own[name]
         target = part.tensor[copy.box.within(part.box)]
         copy_elements(target, source)
-        # A cast changes the bits, so check the elements as they were received.
+        # A cast changes the bits, so check the elements as received.
         found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
         incoming.check(name, copy, found)
         sums[name] += found

@@ -14,9 +14,8 @@
 
 Invariants:
 - A receiver is never more than SLOTS buckets behind, so memory for SLOTS buckets is enough.
-- A late receiver, such as a replaced rank, waits for a separate pass, and gets keepalives until
-  then.
-- A receiver that is gone, or does not answer within its connection's timeout, delays no other.
+- A late receiver, such as a replaced rank, gets keepalives until its own pass.
+- A receiver that is gone or unresponsive delays others by at most its connection's timeout.
 - A killed publisher leaves no files or memory behind.
 """
 
@@ -58,17 +57,15 @@ from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transpo
 from .weights import Box, TensorPart, Weights
 
 GRACE_S = 1.0
-"""[s] Longest time that the first receivers of a pass wait for the others to join."""
+"""[s] Longest time that the first receivers of a pass wait for the others."""
 NEWS_S = 15.0
 """[s] Interval between keepalives to a receiver that waits for its pass."""
 NUMBER = struct.Struct("<q")
 FORM = struct.Struct("<qq")
-"""Header of each box sent to a receiver: number of bytes of gaps, and number of values, of a
-delta."""
+"""Header of each box sent to a receiver: a delta's number of bytes of gaps, and of values."""
 WHOLE = (-1, -1)
 MOST_TIMES = 16
-"""How often a receiver may request the same element. It needs to do so once for each of its tensors
-that contains the element."""
+"""Limit on requests for one element. A receiver sends one for each tensor that contains it."""
 SLOT_ALIGNMENT = 4096
 """[bytes] The memory of each bucket begins on a page."""
 
@@ -86,23 +83,21 @@ class _Sent:
 
 
 class WeightPublisher:
-    """Publishes a rank's weights, one version at a time. Together, the ranks of a group publish
-    each element once.
+    """Publishes a rank's weights, one version at a time. A group's ranks together publish each
+    element once.
 
     Extra memory: SLOTS buckets, or none if all receivers read all parts in place.
 
     Args:
         host: address of this process for receivers on other machines; empty if there are none.
-        deltas: send receivers on other machines only the elements that changed since the version
-            that they hold. Once such a receiver has connected, the publisher keeps a copy of all
-            parts in host memory, in the dtype of the transfer. Each receiver keeps a copy of the
-            elements that it takes.
-        transport: how elements reach the receivers (see `connection.py`). Any value except "auto"
-            also applies to receivers on this machine.
+        deltas: send receivers on other machines only the elements that changed since their version.
+            The publisher then keeps a copy of all parts in host memory, in the dtype of the
+            transfer. Each receiver keeps a copy of its elements.
+        transport: how elements reach the receivers (see `connection.py`). All values except "auto"
+            also apply to receivers on this machine.
 
     Raises:
-        WeightSyncError: this machine does not have that address, or the transport needs a device
-            that is missing.
+        WeightSyncError: this machine lacks that address, or the device that the transport needs.
     """
 
     def __init__(
@@ -129,18 +124,17 @@ class WeightPublisher:
         self._filling: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        # One thread serves all versions, because torch creates a thread pool for each thread that
-        # copies.
+        # One thread for all versions, because torch creates a thread pool for each copying thread.
         threading.Thread(target=self._fill, name="weft-weights", daemon=True).start()
 
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer this rank's parts (on any device, of any dtype), and return at once. Do not change
-        the parts before `finish`. Return the record that receivers need. The driver adds up the
-        records of all ranks. Versions start at 0. A version below the previous one starts over:
-        earlier records and deltas become invalid. The named `receivers` start together; late ones
-        follow. Raises WeightSyncError if a part occurs twice or this publisher is closed."""
+        """Offer this rank's parts (on any device, of any dtype), and return the record for
+        receivers, which the driver adds up over the ranks. Do not change the parts before `finish`.
+        The named `receivers` start together; late ones follow. Versions start at 0. A version below
+        the previous one invalidates earlier records and deltas. Raises WeightSyncError if a part
+        occurs twice or this publisher is closed."""
         if self._is_closed:
             raise WeightSyncError(f"weights version {version}: this publisher was closed")
         self.finish()
@@ -159,7 +153,7 @@ class WeightPublisher:
             self._listener.token, self._description = secrets.token_hex(32), b""
         self._version = version
         before, self._description = self._description, self._cutter.description
-        # The shadow stores bits by entry number, and the numbers now stand for other entries.
+        # The shadow stores bits by entry number, which now means another entry.
         if self._shadow is not None and before != self._description:
             self._shadow.forget()
         self._transfer = _Transfer(version, entries, memory, receivers, self._shadow)
@@ -169,10 +163,9 @@ class WeightPublisher:
         return Weights(version, (self._listener.endpoint,))
 
     def finish(self) -> str | None:
-        """End the current transfer. Receivers that are not done get an error. Return the checksum
-        of the published elements (checksums of ranks add up), or None if no receiver took
-        everything or no version was published. Raises WeightSyncError if parts could not be read or
-        changed during the transfer."""
+        """End the current transfer. Unfinished receivers get an error. Return the checksum of the
+        published elements (checksums of ranks add up), or None if no receiver took everything.
+        Raises WeightSyncError if the parts could not be read or changed during the transfer."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return None
@@ -180,13 +173,12 @@ class WeightPublisher:
         try:
             return transfer.stop()
         finally:
-            # The filler may still be reading the parts, which the caller is about to change.
+            # The filler may still read the parts, which the caller is about to change.
             self._idle.wait()
 
     @property
     def lost(self) -> dict[str, str]:
-        """Maps each receiver that did not take all of the last published version to its
-        progress."""
+        """Maps each receiver that did not take the complete last version to its progress."""
         return dict(self._lost if self._transfer is None else self._transfer.lost)
 
     def close(self) -> None:
@@ -203,7 +195,7 @@ class WeightPublisher:
         while transfer := self._filling.get():
             transfer.fill()
             self._idle.set()
-            # Otherwise this thread would keep the memory alive until the next version.
+            # Otherwise this thread keeps the memory alive until the next version.
             del transfer
 
     def _serve(self, connection: Connection) -> None:
@@ -240,11 +232,11 @@ class WeightPublisher:
         return GroupChannel(connection, rank=0, device=self._device or torch.device("cpu"))
 
 
-# Transfer: one version of a rank's parts on its way to its receivers, bucket by bucket.
+# Transfer: one version of a rank's parts on its way to its receivers
 
 
 Want = tuple[int, Box]
-"""Index of an entry, and the box of it that is requested."""
+"""Index of an entry, and the requested box of it."""
 
 
 @dataclass(eq=False)
@@ -256,22 +248,21 @@ class _Pass:
     base: int | None = None
     """The version that `changed` compares with; None without deltas."""
     changed: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """For each entry in memory, the positions that changed; None to send the entry whole."""
+    """For each entry in memory, the changed positions; None to send the whole entry."""
 
 
 @dataclass(eq=False)
 class _Session:
     receiver: str
     part: int
-    """Index of this process among the processes of its receiver."""
+    """Index of this process among its receiver's processes."""
     parts: int
     connection: Connection
     channel: Connection | GroupChannel
     wants: dict[int, list[Want]] | None = None
     """Requested boxes by bucket; None if the receiver maps the memory."""
     base: int | None = None
-    """The version of which the receiver holds everything that it requests; None if there is
-    none."""
+    """The version of which the receiver holds everything that it requests, or None."""
     turn: _Pass | None = None
     taken: int = 0
     gone: bool = False
@@ -287,8 +278,7 @@ class _Transfer:
     """One version of a rank's parts, and its receivers. `parts` are entries in bucket order with
     their elements, which must not change before `stop`. `memory` ([bytes] uint8) has room for SLOTS
     buckets, on any device. Receivers in `expected` start together if they connect within GRACE_S of
-    each other; other receivers are served as well. Receivers on other machines get deltas if they
-    hold the version of `shadow`."""
+    each other. Receivers on other machines get deltas if they hold the version of `shadow`."""
 
     def __init__(
         self,
@@ -325,7 +315,7 @@ class _Transfer:
     # The filler's thread
 
     def fill(self) -> None:
-        """Run passes until the transfer ends. Errors are passed to the receivers and to `stop`."""
+        """Run passes until the transfer ends. Receivers and `stop` report its errors."""
         try:
             while members := self._gather():
                 self._fill_pass(members)
@@ -343,7 +333,7 @@ class _Transfer:
             if self._ended:
                 return []
             members, turn = self._waiting(), _Pass()
-            if not complete:  # late receivers get a separate pass; later passes do not wait for it
+            if not complete:  # late receivers get a separate pass
                 self._expected &= self._came()
             for session in members:
                 session.turn = turn
@@ -371,8 +361,7 @@ class _Transfer:
             turn.base = shadow.start_version()
         for number, entries in enumerate(self._buckets):
             copies = shadow is not None or any(not self.entries[entry].memory for entry in entries)
-            # Entries that are read in place need no bucket memory, so they never wait for earlier
-            # buckets.
+            # Entries that are read in place need no bucket memory, so do not wait for old buckets.
             if not self._await_taken(members, number + 1 - SLOTS if copies else 0):
                 return
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
@@ -400,8 +389,7 @@ class _Transfer:
         self._await_taken(members, len(self._buckets))
 
     def _await_taken(self, members: Sequence[_Session], number: int) -> bool:
-        """Wait until all members have taken the first `number` buckets. Return False if no member
-        is left."""
+        """Wait until all members took the first `number` buckets. Return False if none is left."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._ended or all(s.gone or s.taken >= number for s in members)
@@ -409,8 +397,7 @@ class _Transfer:
             return not self._ended and not all(s.gone for s in members)
 
     def _fill(self, number: int, slot: int) -> int:
-        """Copy (and cast) an entry into its bucket, unless receivers read it in place. Return the
-        sum of its elements."""
+        """Copy an entry into its bucket, unless it is read in place. Return its elements' sum."""
         entry, target = self.entries[number], self._elements(number, slot)
         if not entry.memory:
             copy_elements(target, self._tensors[number])
@@ -437,8 +424,8 @@ class _Transfer:
         answer: Callable[[], bytes],
         open_channel: Callable[[Connection], Connection | GroupChannel] = lambda connection: connection,
     ) -> None:
-        """Serve a receiver on the thread of its connection. `answer` describes the version to the
-        receiver, and returns the receiver's requests."""
+        """Serve a receiver on its connection's thread. `answer` describes the version to it, and
+        returns its requests."""
         name, part, parts = str(hello["receiver"]), int(hello["part"]), int(hello["parts"])
         session = _Session(name, part, parts, connection, connection)
         try:
@@ -459,7 +446,7 @@ class _Transfer:
             connection.receive(SMALL_BYTES)
             with self._condition:
                 self._served.add((session.receiver, session.part))
-        except Exception as error:  # any error ends only this session; others must not wait for it
+        except Exception as error:  # any error ends only this session
             self._lose(session, error)
         finally:
             session.channel.hang_up()
@@ -480,7 +467,7 @@ class _Transfer:
             self._condition.notify_all()
 
     def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
-        """Wait until `come` is true of the receiver's pass, and send keepalives meanwhile."""
+        """Wait until `come` is true of the receiver's pass. Send keepalives meanwhile."""
         seen = self._filled
         while True:
             with self._condition:
@@ -494,8 +481,7 @@ class _Transfer:
                 with contextlib.suppress(OSError):
                     session.connection.send(b"F", why.encode())
                 raise ConnectionAbortedError(why)
-            # Send a keepalive only if there is progress; otherwise it would hide a publisher that
-            # is stuck.
+            # Keepalives without progress would hide a stuck publisher.
             if goes_on:
                 session.connection.send(b"P")
 
@@ -516,8 +502,7 @@ class _Transfer:
             if gaps.nbytes + values.nbytes < elements.nbytes:
                 header = FORM.pack(len(gaps), len(values))
                 contents = [torch.from_numpy(gaps), torch.from_numpy(values.view(np.uint8))]
-        # Count before sending, because a receiver that has the last box may end the transfer at
-        # once.
+        # Count before sending, because a receiver with the last box may end the transfer at once.
         with self._condition:
             self.sent.num_bytes += sum(content.nbytes for content in contents)
             self.sent.whole_bytes += elements.nbytes
@@ -528,9 +513,8 @@ class _Transfer:
                 channel.send_elements(content)
 
     def _read_wants(self, content: bytes) -> tuple[int | None, dict[int, list[Want]] | None]:
-        """Parse the version that a receiver holds, and its requests. These are None if the receiver
-        maps the memory. Rejects boxes of other ranks, and requests for more than MOST_TIMES the
-        bytes of this rank."""
+        """Parse a receiver's version and requests; both None if it maps the memory. Rejects boxes
+        of other ranks, and requests for more than MOST_TIMES this rank's bytes."""
         if not content:
             return None, None
         wants: dict[int, list[Want]] = {}
@@ -569,8 +553,7 @@ class _Transfer:
     # The publisher's thread
 
     def stop(self) -> str | None:
-        """End the transfer. Return the checksum, or None if no receiver took everything. Raises
-        WeightSyncError if the parts could not be read, or changed during the transfer."""
+        """End the transfer. Returns and raises the same as `WeightPublisher.finish`."""
         with self._condition:
             self._ended = True
             self._condition.notify_all()
@@ -584,7 +567,7 @@ class _Transfer:
 
 
 def _lies_in(box: Box, outer: Box) -> bool:
-    """Return whether a received box is inside `outer`. The box is untrusted input."""
+    """Return whether a received box, which is untrusted, is inside `outer`."""
     if not len(box.starts) == len(box.stops) == len(outer.starts):
         return False
     ends = zip(outer.starts, box.starts, box.stops, outer.stops, strict=True)
@@ -594,14 +577,13 @@ def _lies_in(box: Box, outer: Box) -> bool:
     )
 
 
-# Memory of the publisher: the buckets, and the elements that it sent last.
+# The publisher's memory: buckets, and the elements that it sent last
 
 
 class _BucketMemory:
     """Memory that grows to fit the largest version. Without a device, it is an anonymous file on
     the host (`memfd_create`), which processes of this user on this machine map as /proc/PID/fd/N.
-    If `mapped`, it is on the device, and receivers map it by its IPC handle. Handles are not
-    pickled."""
+    If `mapped`, it is on the device, and receivers map it by its IPC handle."""
 
     def __init__(self, device: torch.device | None = None, *, mapped: bool = False) -> None:
         self._device = device
@@ -609,11 +591,9 @@ class _BucketMemory:
         self._memory: torch.Tensor | None = None
         self._file = os.memfd_create("weft-weights", os.MFD_CLOEXEC) if device is None else None
         self.mapping: dict[str, Any] = {}
-        """Fields that a receiver needs to map the memory."""
 
     def with_room(self, num_bytes: int) -> torch.Tensor:
-        """Return the memory as [bytes] uint8, at least `num_bytes` long. Memory returned earlier
-        stays valid while something uses it."""
+        """Return at least `num_bytes` of memory as [bytes] uint8. Memory in use stays valid."""
         if self._memory is not None and num_bytes <= len(self._memory):
             return self._memory
         if self._device is not None:
@@ -637,26 +617,22 @@ class _BucketMemory:
 
 
 _MOST_CHANGED = 0.1
-"""Largest share of elements that may have changed for a delta. Above this share, encoding takes
-longer than sending the whole box."""
+"""Largest changed share of elements for a delta. Above it, sending the whole box is faster."""
 
 
 class _Shadow:
-    """The bits of each entry as a publisher sent them last, and their version. They are in host
-    memory."""
+    """The bits of each entry as last sent, in host memory, and their version."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """The version of all entries; None if there are none, or if they belong to
-        several versions."""
+        """The version of all entries; None without any, or if they belong to several versions."""
         self.compared = 0
-        """Number of elements of the last version that were compared with the previous one."""
+        """Number of the last version's elements that were compared with the previous one."""
         self.differed = 0
         self._bits: dict[int, np.ndarray] = {}
 
     def start_version(self) -> int | None:
-        """Start a version, and return the previous one. `version` is None until the caller sets it
-        again."""
+        """Start a version, and return the previous one. The caller must then set `version`."""
         self.compared = self.differed = 0
         # If the transfer breaks off, the bits belong to two versions.
         base, self.version = self.version, None
@@ -668,8 +644,8 @@ class _Shadow:
         self._bits.clear()
 
     def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Store the new bits of an entry ([elements]), and return the ascending positions that
-        changed, or None to send the whole entry because it is new or too much of it changed."""
+        """Store an entry's new bits ([elements]). Return the ascending positions that changed, or
+        None to send the whole entry because it is new or too much of it changed."""
         before = self._bits.get(number)
         if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
             # `bits` may be a view of bucket memory, which the next bucket overwrites.

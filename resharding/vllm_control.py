@@ -1,8 +1,7 @@
-"""vLLM control: a trainer drives engines that receive weights through one of vLLM's own transfer
-backends.
+"""vLLM control: a trainer drives engines that receive weights through vLLM's own transfer backends.
 
-vLLM's trainers call four methods of a client, and each call must reach every rank of every engine.
-Weft sends the calls over a `Connection` to each engine, and the engine forwards them to its ranks.
+vLLM's trainers call four methods of a client. Weft sends each call over a `Connection` to each
+engine, which forwards it to its ranks.
 
     engine                                              rank 0 of the trainer
     connects, sends its identity            ── H ──>    waits for all expected engines
@@ -32,11 +31,9 @@ from .buckets import tensor_factor
 from .connection import SILENCE_S, Connection, Listener, reason, this_machine
 from .weights import CHECKSUM_MODULUS, LOOPBACK, RankWeights, Weights
 
-# Plain values: the payloads of vLLM's transfer backends, as JSON instead of pickles.
-#
-# Payloads are dictionaries of names, numbers and shapes. Payloads for CUDA IPC also contain the
-# arguments that torch needs to open shared memory: bytes, dtypes and torch classes. Any other value
-# is rejected.
+# Payloads of vLLM's transfer backends, as JSON instead of pickles. They are dictionaries of names,
+# numbers and shapes. Payloads for CUDA IPC also contain torch's arguments to open shared memory:
+# bytes, dtypes and torch classes. `encoded` rejects any other value.
 
 
 _CLASSES: dict[str, type] = {
@@ -49,7 +46,7 @@ _NAMES = {found: name for name, found in _CLASSES.items()}
 
 
 def encoded(value: Any) -> str:
-    """Encode a value as JSON. Raises TypeError if it contains a value that is not plain.
+    """Encode a payload as JSON. Raises TypeError if it contains any other value.
 
     >>> decoded(encoded({"handle": (torch.Size([2, 3]), b"\\x00", torch.float32, None)}))
     {'handle': ((2, 3), b'\\x00', torch.float32, None)}
@@ -58,8 +55,7 @@ def encoded(value: Any) -> str:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Decode a text from `encoded`. `torch.Size` values become tuples. Raises ValueError for any
-    other text."""
+    """Decode a text from `encoded`; `torch.Size` becomes a tuple. Raises ValueError for others."""
     return _value(json.loads(text))
 
 
@@ -119,7 +115,7 @@ class TensorSum(NamedTuple):
 
 
 def checksum_of_tensors(tensors: Mapping[str, TensorSum]) -> str:
-    """Return the checksum of a version or of one rank's part, given the sums of its tensors."""
+    """Return the checksum of a version or of one rank's part, given its tensors' sums."""
     total = sum(
         found.box_sum * tensor_factor(name, found.dtype, found.shape) for name, found in tensors.items()
     )
@@ -150,9 +146,8 @@ class _Engine:
 
 
 class Receivers:
-    """The receiving engines. On rank 0, at the address `host`, this is the client of vLLM's trainer
-    (`VLLMWeightSyncClient`). If all engines share one collective (`together`), losing one of them
-    stops all."""
+    """The receiving engines: the client of vLLM's trainer (`VLLMWeightSyncClient`), on rank 0 at
+    the address `host`. If all engines share one collective (`together`), losing one stops all."""
 
     def __init__(self, host: str, *, together: bool) -> None:
         self.lost: dict[str, str] = {}
@@ -169,10 +164,9 @@ class Receivers:
     def gather(
         self, version: int, expected: Sequence[str], num_bytes: int, patience_s: float = SILENCE_S
     ) -> list[str]:
-        """Wait until the expected engines have connected, for at most `patience_s`. The transfer of
-        a version of `num_bytes` begins without engines that are late. Return the names and
-        identities of the connected engines, in the expected order, which is also the order of their
-        ranks."""
+        """Wait at most `patience_s` for the expected engines, and begin a transfer of `num_bytes`
+        with those that came. Return their names and identities in the expected order, the order of
+        their ranks."""
         self.lost = {}
         self._engines, here = [], {}
         deadline = time.monotonic() + patience_s
@@ -207,8 +201,7 @@ class Receivers:
     # Methods that vLLM's trainers call
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Prepare the ranks to receive. If ranks are numbered, they are numbered consecutively over
-        the engines."""
+        """Prepare the ranks to receive. Rank numbers, if the backend has any, span all engines."""
         payloads, offset = [], init_info.get("rank_offset")
         for engine in self._engines:
             payloads.append(init_info if offset is None else {**init_info, "rank_offset": offset})
@@ -226,8 +219,8 @@ class Receivers:
         self._ask("finish_weight_update")
 
     def _ask(self, method: str, payloads: Sequence[Any] | None = None) -> None:
-        """Call a method on all engines in parallel, and wait for all of them. Raises an error if no
-        engine is left, or if one has failed and the backend needs all."""
+        """Call a method on all engines in parallel. Raises an error if no engine is left, or if one
+        has failed and the backend needs all."""
         each = payloads or [None] * len(self._engines)
         asked = [(e, payload) for e, payload in zip(self._engines, each, strict=True) if not e.lost]
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
@@ -242,7 +235,6 @@ class Receivers:
             raise WeightSyncError("; ".join(self.lost.values()))
 
     def send_sums(self, tensors: Mapping[str, TensorSum]) -> None:
-        """Send the published sums to the engines, which compare them with their own."""
         said = json.dumps(
             {name: [t.dtype, t.shape, f"{t.box_sum:x}"] for name, t in tensors.items()}
         ).encode()
@@ -251,7 +243,7 @@ class Receivers:
                 engine.connection.send(b"E", said)
             except OSError as error:
                 self.lost[engine.receiver] = f"{engine.receiver} is gone ({error})"
-        # Wait only after sending to all, so that the engines compare at the same time.
+        # Wait only after sending to all, so that the engines compare in parallel.
         for engine in (engine for engine in self._engines if engine.receiver not in self.lost):
             with contextlib.suppress(OSError):  # the engine has the version even if it is gone
                 engine.connection.receive()
@@ -296,11 +288,10 @@ def take_as_told(
     loaded: Callable[[], Sequence[Mapping[str, TensorSum]]],
 ) -> str:
     """Receive a version as directed by the trainer's rank 0, compare it with the published sums,
-    and return its checksum. `engine` distinguishes this engine from earlier ones with the same
-    name. `call` calls one of `METHODS` with its payload (or None) on all ranks. `loaded` returns,
-    for each rank, the sums of the tensors that its loaders got. Raises WeightSyncError if the
-    trainer is gone, has given up or does not answer, if a rank has failed, or if a tensor differs
-    from the published one."""
+    and return its checksum. `engine` distinguishes this engine from earlier ones with its name.
+    `call` calls one of `METHODS` with its payload (or None) on all ranks. `loaded` returns each
+    rank's sums of the tensors that its loaders got. Raises WeightSyncError if the trainer is gone,
+    has given up or does not answer, if a rank has failed, or if a tensor differs."""
     (place,) = weights.ranks
     host = place.host or LOOPBACK
     where = f"weights version {weights.version}, the trainer at {host}:{place.port}"

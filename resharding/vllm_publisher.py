@@ -1,13 +1,12 @@
 """VllmPublisher: the sending side of `vllm.distributed.weight_transfer`.
 
-vLLM's trainers take one whole tensor at a time from a `WeightSource`, over which all trainer ranks
-iterate together. So every rank assembles each tensor from the parts of all ranks. Rank 0 drives the
-engines (`vllm_control.py`).
-
     publish ──> send, on all ranks, while the engines receive ──> finish
 
-The engines sum the tensors that their loaders get, and compare these sums with those of the
-trainer's ranks.
+All trainer ranks iterate together over vLLM's `WeightSource`, which yields one whole tensor at a
+time. So every rank assembles each tensor from all parts. Rank 0 drives the engines
+(`vllm_control.py`).
+
+The engines sum the tensors that their loaders get, and compare these sums with the trainer's.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weigh
 class _VllmBackend:
     init_info: Callable[[int, str, int, int], TrainerInitInfo]
     """Makes the backend's parameters from the trainer's rank, the address of rank 0, the total
-    number of engine ranks, and the size of one buffer in bytes (at least that of the largest
-    tensor)."""
+    number of engine ranks, and the buffer size in bytes (at least the largest tensor's)."""
     together: bool
     """Whether all engines take part in one collective."""
     on_gpus: bool = True
@@ -73,14 +71,14 @@ _NOBODY, _AS_BEFORE, _ANEW = range(3)
 
 
 class VllmPublisher:
-    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer call
-    each method together; they are the default group of `torch.distributed`. `host` is the address
-    of rank 0 for engines on other machines; empty if there are none. `advance` is called after each
-    tensor. Raises WeightSyncError if torch finds no GPU for the backend, or if this machine does
-    not have that address.
+    """Publishes versions through a vLLM backend (a key of BACKENDS). All ranks of the trainer,
+    which are the default group of `torch.distributed`, call each method together. `host` is the
+    address of rank 0 for engines on other machines; empty if there are none. Calls `advance` after
+    each tensor. Raises WeightSyncError if torch finds no GPU for the backend, or if this machine
+    lacks that address.
 
-    Extra memory on each rank: the current tensor, and two vLLM buffers. Each buffer has
-    `bucket_bytes`, or the size of the largest tensor if that is more.
+    Extra memory on each rank: the current tensor, and two vLLM buffers of `bucket_bytes` or the
+    size of the largest tensor.
     """
 
     def __init__(
@@ -116,10 +114,10 @@ class VllmPublisher:
     def publish(
         self, parts: Iterable[TensorPart], version: int, receivers: Sequence[str] = ()
     ) -> Weights:
-        """Offer the parts of all ranks, which together hold each element once, to the engines with
-        these names. Do not change the parts before `finish`. Return the record that receivers need.
-        The driver adds up the records of all ranks. Raises WeightSyncError if the ranks do not hold
-        each element exactly once."""
+        """Offer the parts of all ranks, which together hold each element once, to these engines.
+        Return the record for receivers, which the driver adds up over the ranks. Do not change the
+        parts before `finish`. Raises WeightSyncError if the ranks do not hold each element exactly
+        once."""
         self._source.set_parts(list(parts), version)
         self.num_bytes = self._source.own_bytes
         self._expected, self._was_sent = receivers, False
@@ -128,7 +126,7 @@ class VllmPublisher:
 
     def send(self, version: int) -> None:
         """Send the published version, and return once all engines have it. Raises WeightSyncError
-        if the transfer failed. With a collective backend, the failure of one engine is enough."""
+        if the transfer failed. One engine's failure fails a collective backend."""
         try:
             if not self._meet(version):
                 return
@@ -158,7 +156,7 @@ class VllmPublisher:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Receivers that did not get the complete last version: name -> reason."""
+        """Maps each receiver that did not get the complete last version to the reason."""
         return {} if self._receivers is None else dict(self._receivers.lost)
 
     def close(self) -> None:
@@ -167,8 +165,7 @@ class VllmPublisher:
         self._end_trainer()
 
     def _meet(self, version: int) -> bool:
-        """Wait for the engines. If they changed, create a new vLLM trainer. Return False if there
-        are no engines."""
+        """Wait for the engines; if they changed, create a trainer. Return False without engines."""
         said = torch.tensor([_NOBODY, 0])
         if self._receivers is not None:
             engines = self._receivers.gather(version, self._expected, self._source.whole_bytes)
@@ -184,7 +181,7 @@ class VllmPublisher:
             self._end_trainer()
             buffer_bytes = max(self._bucket_bytes, self._source.largest_bytes)
             info = self._backend.init_info(self._rank, self._host or LOOPBACK, num_ranks, buffer_bytes)
-            # On ranks that drive no engine, vLLM calls no method of the client.
+            # vLLM calls the client only on ranks that drive engines.
             client: Any = self._receivers or object()
             self._trainer = WeightTransferTrainerFactory.trainer_init(
                 info, client=client, source=self._source
@@ -198,8 +195,7 @@ class VllmPublisher:
 
 
 class _GatheredTensors(WeightSource):
-    """The tensors of a version. During iteration, each one is assembled on `device` of every
-    rank."""
+    """The tensors of a version. Iteration assembles each one on `device` of every rank."""
 
     def __init__(self, ranks: int, device: torch.device, advance: Callable[[], None]) -> None:
         self._ranks = ranks
@@ -207,7 +203,7 @@ class _GatheredTensors(WeightSource):
         self._advance = advance
         self._own: dict[str, list[TensorPart]] = {}
         self._forms: list[tuple[str, str, tuple[int, ...], int]] = []
-        """For each tensor: name, dtype, shape, and the number of elements that this rank holds."""
+        """For each tensor: name, dtype, shape, and the number of elements on this rank."""
         self._metadata: list[ParamMeta] = []
         self._sums: dict[str, int] = {}
 
@@ -224,7 +220,7 @@ class _GatheredTensors(WeightSource):
         changed = torch.tensor([forms != self._forms])
         if self._ranks > 1:
             changed = changed.int()
-            # Exchanging forms is a collective, so all ranks do it if the forms of any rank changed.
+            # Exchanging forms is a collective, so if any rank's forms changed, all ranks take part.
             dist.all_reduce(changed)
         if changed.item():
             self._metadata = _agreed(self._told(forms), version)

@@ -8,19 +8,17 @@ heads, padding or experts.
     checkpoint                       fake on `meta`          the model's loader            parameter on `meta`
     layers.0.k_proj.weight   ->      torch.empty(64, 128)    .narrow(0, 32, 32)   copy_    layers.0.qkv_proj.weight[64:96]
 
-A view of a fake tensor has the fake's storage, and its offset and strides determine its box. A
-clone of a view is recorded as the view. A tensor that a loader zeroes before it copies it is
-recorded as a fill. Other results (a cast, a sum) have no box and raise an error, as does a copy to
-elements that already have one.
+The offset and strides of a view of a fake tensor determine its box. A clone of a view counts as the
+view. If a loader zeroes a tensor before it copies it, the copy counts as a fill. Other results (a
+cast, a sum) have no box and raise an error, as does a second copy to the same elements.
 
 `WeightWriter` writes received slices, layer by layer. A layer gets memory with its first slice, and
-vLLM prepares the layer after its last slice. So only incomplete layers need extra memory. That is
-one layer if slices arrive in the order of the recorded layout. On CPU, the memory of one layer of
-each shape is kept for the next version.
+vLLM prepares the layer after its last slice, so only incomplete layers need extra memory: one
+layer, if slices arrive in the order of the recorded layout. On CPU, the writer keeps the memory of
+one layer of each shape for the next version.
 
-A version can also be staged: it is written to other memory while the model continues to compute.
-Linear layers on CPU are also packed there. Applying a staged version swaps in these layers, and
-prepares all others.
+`stage` writes a version to other memory while the model continues to compute, and packs linear
+layers on CPU there. `apply_staged` swaps in these layers, and prepares all others.
 
     apply:  begin_update ──> write slices, prepare each layer with its last slice ──> finish_update
     stage:  write slices beside the model
@@ -78,14 +76,12 @@ class _Fill:
 
 @dataclass(frozen=True)
 class _RecordedLayout:
-    """The tensors that a rank takes from a checkpoint, and the fills of its loaders. Plain data
-    without references to the model."""
+    """The tensors that a rank takes from a checkpoint, and its loaders' fills."""
 
     layout: Layout
-    """Tensors in the order of the model's layers. The `memory` of a piece is the name of a
-    parameter or buffer. The sender casts elements to the dtypes of the parameters."""
+    """Tensors in the order of the model's layers. A piece's `memory` names a parameter or buffer.
+    The sender casts elements to the dtypes of the parameters."""
     fills: tuple[_Fill, ...]
-    """Fills to apply before the copies of the layout."""
     unused: tuple[str, ...]
     """Checkpoint tensors that this rank does not use, such as experts of other ranks."""
 
@@ -93,11 +89,11 @@ class _RecordedLayout:
 def record_layout(
     model: torch.nn.Module, checkpoint: Mapping[str, tuple[tuple[int, ...], str]], where: Where = Where()
 ) -> _RecordedLayout:
-    """Run a vLLM model's own loader once on fake tensors, and record its copies. The model stays
-    unchanged, whether it is loaded or not. `checkpoint` maps the name of each tensor to its shape
-    and dtype. Raises UserError if the loader rejects a name or a shape, computes with a tensor
-    instead of copying boxes of it, loads an element twice, or leaves an element without a value.
-    The message names the tensor and the parameter."""
+    """Run a vLLM model's own loader once on fake tensors, and record its copies. The model, loaded
+    or not, stays unchanged. `checkpoint` maps the name of each tensor to its shape and dtype.
+    Raises UserError if the loader rejects a name or a shape, computes with a tensor instead of
+    copying boxes of it, loads an element twice, or leaves an element without a value. The message
+    names the tensor and the parameter."""
     wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -122,8 +118,7 @@ def restore(model: torch.nn.Module) -> None:
 
 
 def restore_layer(layer: torch.nn.Module) -> None:
-    """Restore the tensors that vLLM's kernels use, if this layer is waiting for
-    weights."""
+    """Restore the tensors that vLLM's kernels use, if this layer waits for weights."""
     info = get_layerwise_info(layer)
     if info.can_load():
         _unwrap_loaders(layer)
@@ -145,8 +140,7 @@ class _Memory:
 
 
 def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
-    """Return the memories that loaders may write, keyed by storage. Also restores the original
-    loaders."""
+    """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
         kernel = _kernel_tensors(layer)
@@ -279,7 +273,7 @@ class _Recorder(TorchDispatchMode):
             raise UserError(problem + str(error)) from error
         known = self._pieces.setdefault(name, [])
         if all(piece in known for piece in pieces):
-            return  # some loaders copy the same box to the same place several times
+            return  # some loaders repeat a copy
         known += pieces
         memory.boxes += [(box, name) for box in boxes]
 
@@ -297,8 +291,7 @@ class _Recorder(TorchDispatchMode):
         self._fills.append(_Fill(memory.name, view, value))
 
     def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
-        """Check that each element of each parameter was loaded exactly once, and return the
-        recording."""
+        """Check that each parameter element was loaded exactly once, and return the recording."""
         touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
         loaded: dict[int, str] = {}
         for memory in touched:
@@ -312,8 +305,7 @@ class _Recorder(TorchDispatchMode):
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
         held = [(name, pieces) for name, pieces in self._pieces.items() if pieces]
-        # In this order, a layer is complete before the next one begins, so only one layer needs
-        # extra memory.
+        # In this order, layers complete one after the other, so only one needs extra memory.
         held.sort(key=lambda entry: min(order[piece.memory] for piece in entry[1]))
         tensors = [TensorLayout(n, shapes[n], self._dtypes[n], (tuple(own),)) for n, own in held]
         unused = tuple(name for name in shapes if not self._pieces.get(name))
@@ -338,7 +330,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Return whether an operation writes into its first argument, or into the one named `out`."""
+    """Return whether an operation writes into its first argument, or into `out`."""
     return any(
         argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments
     )
@@ -359,8 +351,7 @@ def _check(memory: _Memory) -> None:
     for box in memory.filled:
         filled += _minus([box], filled + [box for box, _ in boxes])
     found = sum(box.numel for box, _ in boxes) + sum(box.numel for box in filled)
-    # vLLM may declare that some elements are never loaded, such as padding to a kernel's block
-    # size.
+    # vLLM may declare elements as never loaded, such as padding to a kernel's block size.
     if found < min(get_tensor_load_numel(memory.tensor), whole.numel):
         left = _minus([whole], [*filled, *(box for box, _ in boxes)])
         raise UserError(
@@ -369,7 +360,7 @@ def _check(memory: _Memory) -> None:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    # This identifier also works for meta tensors, whose storages have no address.
+    # Meta tensors have this identifier too, but their storages have no address.
     return tensor.untyped_storage()._cdata
 
 
@@ -387,13 +378,12 @@ def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
 #     linear layers, CPU       lent, reused between layers   vLLM packs the weight
 #     all others               new                           vLLM copies it to the kernels' memory
 #
-# Staging prepares a copy of the module that has other parameters, and later moves the results to
-# the module.
+# Staging prepares a copy of the module with other parameters, and later moves the results to the
+# module.
 
 
 class _SpareMemory:
-    """Host memory in the loading format, left over from prepared layers and reused for later layers
-    and versions."""
+    """Host memory in the loading format, reused for later layers and versions."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -408,8 +398,8 @@ class _SpareMemory:
 
 
 class _Layer:
-    """A module of the model, with the name `name`, whose own parameters are written together.
-    `written` contains the full names of the parameters and buffers that slices are written to."""
+    """The module `name` of the model, whose own parameters are written together. `written` contains
+    the full names of the parameters and buffers to write."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, written: Iterable[str], spare: _SpareMemory
@@ -421,14 +411,14 @@ class _Layer:
         self.fills: list[_Fill] = []
         self.started = False
         self.in_place = False
-        """Whether the layer is written directly to the memory that kernels read."""
+        """Whether slices go directly to the memory that kernels read."""
         self._written = {own_name(memory) for memory in written}
         self._spare = spare
         self._lent: list[torch.Tensor] = []
         self._memories: dict[str, tuple[torch.Tensor, int]] = {}
         """The module's parameters since `start`, each with its offset in the storage."""
         self._beside = False
-        """Whether a copy of the module is packed, instead of the module itself."""
+        """Whether vLLM packs a copy of the module instead of the module itself."""
         self._staged: dict[str, torch.Tensor] = {}
         self._new: dict[str, Any] = {}
         """Attributes, besides parameters, that packing has set on the copy of the module."""
@@ -441,8 +431,7 @@ class _Layer:
         return tensor.as_strided(view.shape, view.strides, first + view.offset)
 
     def computes_with(self, memory: str) -> bool:
-        """Return whether vLLM's kernels read this parameter directly. An example is a bias that has
-        no loading format."""
+        """Return whether vLLM's kernels read this parameter directly, such as a bias."""
         if self.in_place:
             return True
         name = own_name(memory)
@@ -463,8 +452,7 @@ class _Layer:
         return any(self.computes_with(fill.memory) for fill in self.fills)
 
     def complete(self) -> None:
-        """Called after the last slice: let vLLM prepare the module and copy it to the memory of its
-        kernels."""
+        """After the last slice, let vLLM prepare the module and copy it to its kernels' memory."""
         self._memories = {}  # they would keep memory alive that vLLM frees
         if self.in_place:
             prepare(self.module)
@@ -503,8 +491,8 @@ class _Layer:
     # Staging, while the module continues to compute
 
     def stage(self, kept: dict[str, torch.Tensor]) -> None:
-        """Allocate staging memory, and fill its padding. `kept` maps the model's parameter names to
-        memory that is kept across versions."""
+        """Allocate staging memory, and fill its padding. `kept` maps parameter names to memory that
+        all versions reuse."""
         self._beside = is_cpu_packed(self.module)
         for name in sorted(self._written):
             wanted = self._loading_format(name)
@@ -526,15 +514,13 @@ class _Layer:
         return self._staged[name].as_strided(view.shape, view.strides, view.offset)
 
     def complete_staged(self) -> None:
-        """Pack the staged parameters for CPU kernels, and free the staging memory. Called after
-        the last slice."""
+        """After the last slice, pack staged parameters for CPU kernels, and free staging memory."""
         if not self._beside:
             return
         module, parameters = self.module, dict(self.module._parameters)
         for name, staged in self._staged.items():
             parameters[name] = torch.nn.Parameter(staged, requires_grad=False)
-        # vLLM packs in place, so it gets a copy that shares everything except parameters with the
-        # module in use.
+        # vLLM packs in place, so give it a copy that shares everything but parameters.
         beside = object.__new__(type(module))
         beside.__dict__.update(module.__dict__, _parameters=parameters)
         if not _is_looked_up(module):
@@ -546,7 +532,7 @@ class _Layer:
         self._new = {key: value for key, value in new.items() if key != "_parameters"}
 
     def take_over(self) -> None:
-        """Move the staged parameters into the module, which is waiting for weights."""
+        """Move the staged parameters into the module, which waits for weights."""
         self.started = True
         if self._beside:
             restore_layer(self.module)
@@ -563,8 +549,7 @@ class _Layer:
         self._give_back()
 
     def _loading_format(self, name: str) -> torch.Tensor:
-        """Return a parameter in the loading format or, if it has none, in the format of the
-        kernels."""
+        """Return a parameter in the loading format or, if it has none, in the kernels' format."""
         parameters, buffers = get_layerwise_info(self.module).restore_metadata
         found = parameters.get(name, buffers.get(name))
         return getattr(self.module, name) if found is None else found
@@ -605,11 +590,10 @@ def prepare(module: Any) -> None:
 
 @contextlib.contextmanager
 def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside the context, vLLM repacks the experts among these layers for its CPU kernel whenever
-    it prepares them.
+    """Inside the context, vLLM repacks these layers' experts for its CPU kernel.
 
-    Without this, vLLM 0.32 packs experts only at startup, and uses updated weights unpacked, which
-    produces garbage.
+    vLLM 0.32 packs experts only at startup. It would use updated weights unpacked, and produce
+    garbage.
     """
     methods = [getattr(layer, "quant_method", None) for layer in layers]
     packed = [
@@ -627,7 +611,7 @@ def experts_packed_anew(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _is_looked_up(module: torch.nn.Module) -> bool:
-    """Return whether a module on CPU is an embedding whose rows are looked up, and not a head."""
+    """Return whether a module on CPU is an embedding for row lookups, and not a head."""
     return type(module) is VocabParallelEmbedding and is_cpu_packed(module)
 
 
@@ -636,8 +620,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
-    """Return `memory` with the class and loader of `wanted`, like vLLM's
-    `materialize_meta_tensor`."""
+    """Return `memory` with `wanted`'s class and loader, like vLLM's `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__
     found.__dict__ = wanted.__dict__.copy()
@@ -661,8 +644,7 @@ class _ModelState(enum.Enum):
 
 class _Target:
     """A piece of a tensor for which a layer waits. `parts` are the boxes in which the previous
-    version arrived; empty if there was none. If the same parts arrive again, no arithmetic on boxes
-    is needed."""
+    version arrived, if any. If the same parts arrive again, no box arithmetic is needed."""
 
     def __init__(self, layer: _Layer, piece: Piece, parts: frozenset[Box]) -> None:
         assert piece.view is not None
@@ -702,8 +684,8 @@ class _Target:
 
 
 _Step = tuple[int, Box, View, tuple[slice, ...] | None]
-"""Number of the target, box of the slice, position in memory, and index into the slice (None for
-the whole slice)."""
+"""Number of the target, box of the slice, position in memory, and index into the slice (None:
+all)."""
 
 
 class _Route(NamedTuple):
@@ -713,8 +695,8 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions into a recorded model. Slices are in the coordinates of the checkpoint.
-    `written` is called with the name, box and elements of each slice, before vLLM repacks them."""
+    """Writes versions into a recorded model. Slices are in checkpoint coordinates. Calls `written`
+    with each slice's name, box and elements, before vLLM repacks them."""
 
     def __init__(
         self,
@@ -759,17 +741,17 @@ class WeightWriter:
 
     @torch.no_grad()
     def apply(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version: each element that this rank holds, exactly once. A slice is the name of
-        a tensor in the checkpoint, a box, and the elements of the box in the dtype of the recorded
-        layout. Raises WeightSyncError if a slice does not match the layout in name, shape or dtype,
-        arrives twice, or is missing. `state` then says what the model contains."""
+        """Write a version: each element that this rank holds, exactly once. A slice is a checkpoint
+        tensor's name, a box, and the box's elements in the dtype of the recorded layout. Raises
+        WeightSyncError if a slice does not match the layout in name, shape or dtype, arrives twice,
+        or is missing. `state` then says what the model contains."""
         with self._updating():
             for name, box, source in slices:
                 self.write_slice(name, box, source)
 
     @torch.no_grad()
     def stage(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Write a version to staging memory; the arguments and errors are those of `apply`."""
+        """Write a version to staging memory. Arguments and errors are those of `apply`."""
         self._expect()
         self._staging = True
         try:
@@ -932,8 +914,8 @@ class WeightWriter:
 def process_tied(model: torch.nn.Module) -> None:
     """Prepare modules that share their weight with a loaded layer, such as a tied output head.
 
-    vLLM's layerwise reload only prepares layers whose weights were loaded. On CPU, the head
-    multiplies by a packed copy of its weight, which would otherwise stay at the old version.
+    vLLM's layerwise reload only prepares loaded layers. On CPU, the head multiplies by a packed
+    copy of its weight, which would otherwise stay at the old version.
     """
     seen: set[int] = set()
     for layer in model.modules():

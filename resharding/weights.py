@@ -1,8 +1,8 @@
-"""Weights as plain data: which boxes of tensors each rank holds, the copies between two layouts,
-and the records of a version. `mix_bits` is the pseudo-random function of checksums and draws.
+"""Weights as plain data: the boxes of tensors that each rank holds, the copies between two layouts,
+and the records of a version.
 
 Both sides of a transfer use the names and coordinates of the checkpoint. The trainer's layout comes
-from its DTensors. vLLM's layout is recorded while its own loaders run, so Weft needs no table of
+from its DTensors. Weft records vLLM's layout while vLLM's loaders run, so it needs no table of
 fused projections or replicated heads.
 
     "model.layers.0.self_attn.k_proj.weight", shape (64, 128), two ranks
@@ -31,7 +31,7 @@ from ..dataflow.lazy import torch
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of a tensor whose indexes are in [start, stop) along each dimension.
+    """The elements of a tensor with indexes in [start, stop) along each dimension.
 
     >>> Box((0, 0), (4, 8)).intersection(Box((0, 6), (10, 8)))
     Box([0:4, 6:8])
@@ -48,8 +48,7 @@ class Box:
 
     @classmethod
     def along(cls, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Self:
-        """Return the box with the indexes [start, stop) along one dimension, and all indexes along
-        the others."""
+        """Return the box with indexes [start, stop) along one dimension, and all along others."""
         starts, stops = [0] * len(shape), list(shape)
         starts[dim], stops[dim] = start, stop
         return cls(tuple(starts), tuple(stops))
@@ -76,7 +75,7 @@ class Box:
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """Return the elements that are in both boxes, or None if there are none."""
+        """Return the elements in both boxes, or None if there are none."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
@@ -113,16 +112,14 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Location of a rank. Copies prefer a source that is close."""
+    """Location of a rank. Copies prefer a close source."""
 
     node: str = ""
     device: str = ""
-    """Name of the memory on that node, such as "cuda:3". No transfer is needed between ranks on the
-    same device."""
+    """Name of the memory on that node, such as "cuda:3"."""
 
     def distance(self, other: Where) -> int:
-        """Return the distance to another location: 0 within one device's memory, where no transfer
-        is needed; 1 within a node; 2 between nodes."""
+        """Return 0 within one device's memory (no transfer), 1 within a node, 2 between nodes."""
         if self.node != other.node:
             return 2
         return 0 if self.device and self.device == other.device else 1
@@ -139,11 +136,11 @@ class View:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that a rank holds. In a layout from a formula, pieces have no memory."""
+    """A box of a tensor that a rank holds. Pieces of a layout from a formula have no memory."""
 
     box: Box
     memory: str = ""
-    """Name of a contiguous part of the rank's memory, usually a parameter of the module."""
+    """Name of a contiguous part of the rank's memory, usually a module parameter."""
     view: View | None = None
     """Position of the elements in that memory, in the shape of the box."""
 
@@ -157,7 +154,7 @@ class TensorLayout:
     dtype: str
     """Name of the torch dtype, such as "bfloat16"."""
     pieces: tuple[tuple[Piece, ...], ...]
-    """For each rank, the pieces that it holds; empty if it holds none."""
+    """For each rank, the pieces that it holds; may be empty."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -166,7 +163,7 @@ class TensorLayout:
             )
 
     def check_boxes(self) -> None:
-        """Check that each box is inside the tensor. Raises UserError otherwise."""
+        """Raise UserError if a box is outside the tensor."""
         whole = Box.full(self.shape)
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -192,7 +189,7 @@ class Layout:
     """How a model's tensors are distributed over the ranks of one side of a transfer."""
 
     tensors: Mapping[str, TensorLayout]
-    """Tensors by their name in the checkpoint, in the order of the transfer."""
+    """Tensors by checkpoint name, in transfer order."""
     ranks: tuple[Where, ...]
     label: str = ""
     """Name of the layout in `explain`, such as "FSDP 4"."""
@@ -200,8 +197,7 @@ class Layout:
     def __post_init__(self) -> None:
         checked: set[tuple[int, tuple[int, ...]]] = set()
         for tensor in self.tensors.values():
-            # In layouts from formulas, equal layers share their pieces, so check each pair only
-            # once.
+            # Equal layers of formula layouts share their pieces, so check each pair only once.
             if (shared := (id(tensor.pieces), tensor.shape)) not in checked:
                 checked.add(shared)
                 tensor.check_boxes()
@@ -222,9 +218,8 @@ class Layout:
 
     @classmethod
     def of_ranks(cls, layouts: Sequence[Layout], label: str = "") -> Layout:
-        """Return the layout of a group, given layouts of one rank each. A rank's layout may leave
-        out tensors. Raises UserError if two ranks report different shapes or dtypes for a
-        tensor."""
+        """Return the layout of a group, given layouts of one rank each, which may leave out
+        tensors. Raises UserError if two ranks disagree on the shape or dtype of a tensor."""
         known: dict[str, tuple[int, TensorLayout]] = {}
         for rank, layout in enumerate(layouts):
             for name, own in layout.tensors.items():
@@ -241,8 +236,7 @@ class Layout:
         return cls.of(tensors, [layout.ranks[0] for layout in layouts], label)
 
     def num_bytes(self, rank: int) -> int:
-        """Return the number of bytes that a rank holds. Elements that it holds twice count
-        twice."""
+        """Return the bytes that a rank holds. Elements in two places count twice."""
         return self._bytes_of_ranks[rank]
 
     @cached_property
@@ -256,12 +250,11 @@ class Layout:
         return found
 
 
-# Strided views as boxes of a contiguous tensor, computed from offsets and strides. A loader may
-# narrow, transpose, split or flatten a tensor before it copies elements.
+# Strided views as boxes of a contiguous tensor. A loader may narrow, transpose, split or flatten a
+# tensor before it copies elements.
 
 MAX_BOXES = 1 << 16
-"""Views that consist of more boxes than this are rejected, such as every second element of a long
-row."""
+"""Reject views of more boxes than this, such as every second element of a long row."""
 
 
 class _Axis(NamedTuple):
@@ -282,10 +275,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[Box, View]]:
-    """Return the boxes of a contiguous tensor that a view covers. Each comes with its position in
-    another memory, as a view in the shape of the box. `other` is the view of that memory; it has
-    the shape of `view`. Raises ValueError if the view repeats an element (stride 0), or if its
-    elements do not form boxes or form more than `MAX_BOXES`.
+    """Return the boxes of a contiguous tensor that `view` covers, each with its position in another
+    memory, as a view in the shape of the box. `other` is the view of that memory, in the shape of
+    `view`. Raises ValueError if `view` repeats an element (stride 0), or does not consist of at
+    most `MAX_BOXES` boxes.
 
     >>> rows = View(offset=8, shape=(2, 4), strides=(4, 1))  # rows 2 and 3 of a tensor (4, 4)
     >>> paired_boxes((4, 4), rows, View(100, (2, 4), (16, 1)))
@@ -301,7 +294,7 @@ def paired_boxes(shape: tuple[int, ...], view: View, other: View) -> list[tuple[
         if last >= shape[dim]:
             raise ValueError(f"the view wraps around the end of dimension {dim}")
         merged = _merged(axes)
-        # Only consecutive indexes form one box; other axes get a box for each index.
+        # Only consecutive indexes form one box. Other axes get a box for each index.
         spans.append(merged.pop(0) if merged and merged[0].step == 1 else _Axis(1, 1, 0))
         outer += [(dim, axis) for axis in merged]
     if (count := math.prod(axis.length for _, axis in outer)) > MAX_BOXES:
@@ -337,8 +330,7 @@ def _index(shape: tuple[int, ...], offset: int) -> tuple[int, ...]:
 def _axes(shape: tuple[int, ...], view: View, other: View) -> list[list[_Axis]]:
     """Return, for each dimension of the tensor, the dimensions of the view that run along it."""
     tensor_strides = contiguous_strides(shape)
-    # Skip dimensions of extent 1: they have the stride of a neighbor, and would be found in its
-    # place.
+    # Skip dimensions of extent 1: they have a neighbor's stride, and would match in its place.
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     found: list[list[_Axis]] = [[] for _ in shape]
     for count, stride, there in zip(view.shape, view.strides, other.strides, strict=True):
@@ -376,15 +368,13 @@ def _merged(axes: list[_Axis]) -> list[_Axis]:
     return merged
 
 
-# Plan: the copies that turn one layout into another. The plan has these invariants, which
+# Plan: the copies that turn one layout into another. Invariants, which
 # `tests/resharding/test_plan.py` checks by brute force:
 #
-# - Each element that a destination rank holds is covered by exactly one copy to that rank.
-# - Elements that are already in a rank's device memory are not transferred.
-# - Among equal sources, the closest is used; among equally close ones, the one that has sent the
-#   fewest bytes so far.
-# - Equal tensors of different layers share their copies, so planning a large model takes only
-#   seconds.
+# - Exactly one copy to a destination rank covers each element that the rank holds.
+# - The plan transfers no elements that are already in a rank's device memory.
+# - Each copy uses the closest source; among equally close ones, the one that has sent least.
+# - Equal tensors of different layers share their copies: planning a large model takes only seconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,14 +385,12 @@ class Copy:
     destination: int
     box: Box
     travels: bool
-    """Whether the elements must be transferred; False if both ranks use the memory of one
-    device."""
+    """Whether a transfer is needed; False if both ranks use one device's memory."""
 
 
 class ReshardPlan:
-    """The copies of boxes from source ranks to destination ranks, in the destination's dtypes. The
-    source may have tensors that the destination does not need. Raises WeightSyncError if the source
-    lacks a tensor or a box that the destination needs, or if shapes differ."""
+    """The copies of boxes from source ranks to destination ranks, in the destination's dtypes.
+    Raises WeightSyncError if the source lacks a tensor or a box, or if shapes differ."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self.source = source
@@ -419,11 +407,11 @@ class ReshardPlan:
             self._plan_equal(tensors)
 
     def copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Return the copies of the tensor with this name, ordered by destination rank."""
+        """Return the copies of this tensor, ordered by destination rank."""
         return self._copies[tensor]
 
     def received_by(self, rank: int) -> Iterator[tuple[str, Copy]]:
-        """Yield the copies to one destination rank, in the order of the transfer."""
+        """Yield the copies to one destination rank, in transfer order."""
         return (
             (name, copy)
             for name in self.destination.tensors
@@ -432,13 +420,13 @@ class ReshardPlan:
         )
 
     def redundant_bytes(self, rank: int) -> int:
-        """Return the bytes that a destination rank's device holds only for the source layout. This
-        is 0 for HybridFlow's layouts (arXiv:2409.19256, table 2)."""
+        """Return the bytes that a destination rank's device holds only for the source layout. For
+        HybridFlow's layouts, this is 0 (arXiv:2409.19256, table 2)."""
         owners = np.flatnonzero(self._distances[:, rank] == 0).tolist()
         return max(0, sum(map(self.source.num_bytes, owners)) - int(self.in_place_bytes[rank]))
 
     def explain(self, bucket_bytes: int = 256 << 20) -> str:
-        """Return a table with one line per rank: bytes received, sent and held, and peak memory
+        """Return a table with one line per rank: bytes received, sent and held, and the peak memory
         with at most `bucket_bytes` in flight."""
         source, destination = self.source, self.destination
         model_bytes = sum(Box.full(t.shape).numel * t.item_bytes for t in destination.tensors.values())
@@ -488,7 +476,7 @@ class ReshardPlan:
         pieces = _SourcePieces(source)
         item_bytes = destination.item_bytes
         for rank, boxes in enumerate(destination.boxes):
-            # A rank may hold a box in two places, but receives it only once.
+            # A rank may hold a box twice, but receives it only once.
             for box in dict.fromkeys(boxes):
                 if not box.numel:
                     continue
@@ -505,7 +493,7 @@ class ReshardPlan:
     def _cover(
         self, pieces: _SourcePieces, box: Box, rank: int, name: str
     ) -> Iterator[tuple[int, int, Box]]:
-        # Cut a box into parts. Each part has a source rank, and the index of that rank's piece.
+        # Cut a box into parts, each with a source rank and the index of that rank's piece.
         found, commons, once = pieces.overlapping(box)
         if once:  # no element has two sources, so the order does not matter
             for index, common in zip(found, commons, strict=True):
@@ -551,8 +539,7 @@ class _SourcePieces:
         self._found: dict[Box, tuple[np.ndarray, list[Box], bool]] = {}
 
     def overlapping(self, box: Box) -> tuple[np.ndarray, list[Box], bool]:
-        """Return the pieces that overlap a box, the overlaps, and whether they cover the box
-        without overlapping each other."""
+        """Return the overlapping pieces, the overlaps, and whether these cover the box once."""
         if box not in self._found:
             overlap = (self._starts < np.array(box.stops, np.int64)) & (
                 self._stops > np.array(box.starts, np.int64)
@@ -565,7 +552,7 @@ class _SourcePieces:
     def _once(self, box: Box, found: np.ndarray, commons: list[Box]) -> bool:
         if sum(common.numel for common in commons) != box.numel:
             return False
-        # Equal sizes are not enough, because two pieces may overlap while an element is missing.
+        # Equal sizes are not enough: two pieces may overlap while an element is missing.
         starts = np.maximum(self._starts[found], box.starts)
         stops = np.minimum(self._stops[found], box.stops)
         return int(((starts[:, None] < stops) & (stops[:, None] > starts)).all(axis=2).sum()) == len(
@@ -586,8 +573,7 @@ def _equal_tensors(source: Layout, destination: Layout) -> list[list[str]]:
     by_identity: dict[int, int] = {}
 
     def number(tensor: TensorLayout) -> int:
-        # Layouts from formulas share pieces. So compare identities, which avoids comparing the
-        # boxes of 36,000 experts.
+        # Formula layouts share pieces: compare identities, not the boxes of 36,000 experts.
         key = id(tensor.pieces)
         if key not in by_identity:
             by_identity[key] = numbers.setdefault(tensor.boxes, len(numbers))
@@ -614,7 +600,7 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f} GB"
 
 
-# Records of a published version, of its parts, and its summary.
+# Records of a published version
 
 BY_VLLM = "vllm:"
 """Prefix of the transports that are vLLM's own backends."""
@@ -630,7 +616,7 @@ class TensorPart(NamedTuple):
     box: Box
     tensor: torch.Tensor
     dtype: torch.dtype | None = None
-    """Dtype of the transfer; None for the tensor's own dtype. The cast happens during the copy."""
+    """Dtype of the transfer; None for the tensor's own dtype. The copy casts the elements."""
 
 
 def whole(named_tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorPart]:
@@ -650,14 +636,13 @@ class RankWeights:
     """Address for receivers on other machines; empty to listen on LOOPBACK only."""
     port: int
     machine: str
-    """The machine that can map the rank's memory (see `this_machine`); other machines get
-    messages."""
+    """The machine whose processes can map the rank's memory (see `this_machine`)."""
     token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A published version. Adding the records of a group's ranks gives the record of the group."""
+    """A published version. Adding the ranks' records gives the group's record."""
 
     version: int
     ranks: tuple[RankWeights, ...]
@@ -677,14 +662,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Given:
-    """Summary of a published version. Adding the summaries of a group's ranks gives the summary of
-    the group."""
+    """Summary of a published version. Adding the ranks' summaries gives the group's summary."""
 
     version: int
     checksum: str | None
     """Sum over all elements, as 16 hexadecimal digits; None if no receiver took everything."""
     num_bytes: int
-    """Bytes transferred to a receiver that takes all elements."""
+    """Bytes sent to a receiver that takes all elements."""
 
     def __add__(self, other: Given) -> Given:
         num_bytes = self.num_bytes + other.num_bytes
@@ -695,8 +679,8 @@ class Given:
 
 
 def mix_bits(numbers: np.ndarray) -> np.ndarray:
-    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each bit of the result depends on all
-    bits of the input."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a pseudo-random function in which each
+    result bit depends on all input bits."""
     with np.errstate(over="ignore"):
         numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
         numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Two helper programs for Ray clusters. They import nothing of Weft, so that they start quickly.
+"""Two helper programs for Ray clusters. They start quickly, because they do not import Weft.
 
 cluster_programs.py probe ADDRESS          checks whether a cluster answers and accepts us
 cluster_programs.py reap FOLDER SESSION    cleans up a local cluster after its driver was killed
@@ -22,12 +22,11 @@ from typing import Any
 # or {"error": "..."}.
 
 CONNECT_TIMEOUT_S = 3.0
-"""[s] Longest wait for a connection."""
 JOIN_TIMEOUT_S = 6.0
-"""[s] Longest wait for an answer, after Ray has been imported."""
+"""[s] Longest wait for an answer, once Ray is imported."""
 PORT = " (its address has the port of its GCS, 6379 by default)"
 PATIENCE = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_gcs_server_request_timeout_seconds": "4"}
-"""Environment variables with Ray's retry limits. Ray reads them on import."""
+"""Environment variables with Ray's retry limits, which Ray reads on import."""
 
 
 def probe(address: str) -> None:
@@ -47,8 +46,7 @@ def probe(address: str) -> None:
     os.environ |= PATIENCE
     import ray
 
-    # Ray has no timeout for joining a cluster, so this thread ends the process after
-    # JOIN_TIMEOUT_S.
+    # Ray has no timeout for joining a cluster, so this thread ends the process.
     late = threading.Timer(
         JOIN_TIMEOUT_S, end, ("it took the connection, but did not answer as a Ray cluster does" + PORT,)
     )
@@ -63,7 +61,7 @@ def probe(address: str) -> None:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The reason that joining failed, from an error and its causes."""
+    """Why joining failed, from an error and its causes."""
     said: list[str] = []
     while error is not None:
         said.append(str(error))
@@ -92,9 +90,9 @@ def reply(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-# Reaper: the driver keeps a pipe to the reaper's standard input open, and writes the ids of the
-# cluster's process groups to it, one per line. If the cluster's folder still exists at the end of
-# the input, the reaper kills the cluster's processes and removes the folder.
+# Reaper: the driver writes the ids of the cluster's process groups to the reaper's standard input,
+# one per line, and keeps it open. If the cluster's folder still exists when the input ends, the
+# reaper kills the cluster's processes and removes the folder.
 
 
 GRACE_S = 3.0
@@ -116,13 +114,13 @@ def reap(folder: Path, session: int) -> None:
 
 
 def processes_of(folder: Path, groups: set[int], session: int) -> Iterator[int]:
-    """Yield the ids of processes that are in one of these process groups of the driver's session,
-    or whose command line or environment contains the folder's path."""
+    """Yield the ids of processes in one of these process groups of the driver's session, or whose
+    command line or environment contains the folder's path."""
     name = os.fsencode(folder)
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process is gone, or belongs to another user
             state, _, group, of_session = (entry / "stat").read_text().rpartition(") ")[2].split()[:4]
-            # The number of a group may have been reused in another session.
+            # Another session may have reused the group's number.
             ours = int(group) in groups and int(of_session) == session
             named = any(name in (entry / of).read_bytes() for of in ("cmdline", "environ"))
             if (ours or named) and state != "Z" and int(entry.name) != os.getpid():

@@ -1,11 +1,10 @@
-"""Jobs: run scripts on a Ray cluster through its job server, from a machine that need not belong to
-the cluster.
+"""Jobs: run scripts on a Ray cluster through its job server, from any machine that can reach it.
 
     checked here ──submit──> pending ──> runs ──> succeeded | failed
                                            └──stop──> saves itself, if it can ──> stopped
 
-Weft sends the user's folder as the working directory of the job's runtime environment. Ray stores a
-job's settings and shows them to all users of the cluster, so Weft never sends secrets.
+Weft sends the user's folder as the job's working directory. Ray stores a job's settings and shows
+them to all users of the cluster, so Weft never sends secrets.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ from ...dataflow.runs.directory import check_run_name
 from ...dataflow.untrusted_text import is_secret_name
 from .ray_cluster import UserCode
 
-# Job environment: variables that tell a run in a job where to put its directory, and whether to
-# resume. A job works in a package of the user's files, which Ray deletes some time after the job.
-# Weft therefore resolves a relative `root` below `WEFT_ROOT`, or else below `~/weft`.
+# Job environment: these variables tell a run in a job where to put its directory, and whether to
+# resume. A job works in an unpacked copy of the user's files, which Ray deletes some time later. So
+# Weft resolves a relative `root` below `WEFT_ROOT`, or else below `~/weft`.
 
 
 ROOT = "WEFT_ROOT"
 RESUME = "WEFT_RESUME"
-"""Environment variable with the value of `resume`, for runs with checkpoints whose script does not
-set it."""
+"""Environment variable with the `resume` value for runs whose script does not set one."""
 DEFAULT_ROOT = "~/weft"
 _PACKAGES = ("runtime_resources", "working_dir_files")
-"""The two nested folders where Ray unpacks the files of jobs."""
+"""The nested folders where Ray unpacks the files of jobs."""
 
 
 def in_package(folder: Path) -> bool:
-    """Whether a folder is in a package that Ray has unpacked for a job.
+    """Whether Ray has unpacked this folder for a job.
 
     >>> in_package(Path("/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_0a2f/project"))
     True
@@ -58,8 +56,8 @@ def in_package(folder: Path) -> bool:
 def root_of(
     root: str | Path, environment: Mapping[str, str] = os.environ, folder: Path | None = None
 ) -> Path:
-    """Return the folder for run directories: the script's `root`, below `WEFT_ROOT` if it is
-    relative, or else below `~/weft` if the working `folder` is in a job's package.
+    """Return the folder for run directories. A relative `root` goes below `WEFT_ROOT`, or else, in
+    a job, below `~/weft`.
 
     >>> root_of("runs", {"WEFT_ROOT": "/shared/weft"}), root_of("/data/runs", {"WEFT_ROOT": "/shared/weft"}), root_of("runs", {})
     (PosixPath('/shared/weft/runs'), PosixPath('/data/runs'), PosixPath('runs'))
@@ -86,15 +84,15 @@ def resume_of(resume: str | Path, environment: Mapping[str, str] = os.environ) -
     return said if resume == "none" else resume
 
 
-# Job request: a script to run as a job, checked before the cluster is contacted
+# Job request: a script to run as a job, checked before Weft contacts the cluster
 
 
 NUMBER = "WEFT_JOB"
-"""Environment variable with the id of the job."""
+"""Environment variable with the job's id."""
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Environment variable with the seconds between SIGTERM and SIGKILL when Ray stops the job."""
+"""Environment variable: seconds between SIGTERM and SIGKILL when Ray stops the job."""
 _OWN = {ROOT: "--root", RESUME: "--resume", NUMBER: "Weft", STOP_WAIT: "--stop-wait-s"}
-"""Environment variable that --env cannot set -> the option that sets it, or "Weft"."""
+"""Environment variables that --env cannot set -> the option that sets each, or "Weft"."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class JobRequest:
     """A Python program in `working_dir`."""
     arguments: Sequence[str] = ()
     name: str | None = None
-    """Folder of the job's runs below `root`, and prefix of its id; by default the script's name."""
+    """Folder of the job's runs below `root`, and prefix of its id. Default: the script's name."""
     working_dir: Path = Path()
     excludes: Sequence[str] = ()
     root: str = DEFAULT_ROOT
@@ -166,7 +164,7 @@ class JobRequest:
     def variables(self, job: str) -> dict[str, str]:
         resume = {RESUME: "latest"} if self.resume else {}
         own = {ROOT: self.folder, NUMBER: job, STOP_WAIT: str(self.stop_wait_s)}
-        # Users follow the output while the job runs, so Python must not buffer it.
+        # Users follow the output while the job runs, so disable Python's buffering.
         return {"PYTHONUNBUFFERED": "1", **resume, **own, **self.environment}
 
 
@@ -187,25 +185,23 @@ def _check_variable(name: str, value: str) -> None:
 # Jobs
 
 VARIABLE = "RAY_API_SERVER_ADDRESS"
-"""Environment variable with the address of the job server; Ray's commands read the same one."""
+"""Environment variable with the job server's address, which Ray's commands read, too."""
 EXAMPLE = "http://ray-head:8265"
 GCS_PORT = 6379
 """Ray's default port for drivers that join a cluster."""
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
-"""[s] Longest waits for the job server: to accept a connection, and to answer a request."""
+"""[s] Longest waits for the job server to accept a connection, and to answer a request."""
 LOST_TIMEOUT_S = 300.0
-"""[s] How long `follow` retries while the job server does not answer."""
+"""[s] How long `follow` retries an unresponsive job server."""
 QUIET_S = 300.0
-"""[s] After this long without log output, check the job and the connection."""
+"""[s] Time without log output after which `follow` checks the job and the connection."""
 POLL_S = 1.0
-"""[s] Time between two status requests."""
+"""[s] Interval between status requests."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the job server describes it."""
-
     id: str
     status: str
     """PENDING, RUNNING, or one of OVER."""
@@ -213,7 +209,7 @@ class Job:
     submitted_s: float
     entrypoint: str
     folder: str
-    """Folder of its runs on the head node; empty if it was not submitted by `weft submit`."""
+    """Folder of its runs on the head node; empty unless `weft submit` submitted it."""
     stop_wait_s: float
 
     @property
@@ -235,10 +231,10 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a cluster.
+    """Client of a cluster's job server.
 
     Args:
-        address: Address of the cluster's job server. Default: that in `RAY_API_SERVER_ADDRESS`.
+        address: Address of the job server. Default: `RAY_API_SERVER_ADDRESS`.
 
     Raises:
         UserError: The address or the token is wrong, or the server does not answer.
@@ -251,8 +247,7 @@ class Jobs:
             self._client = _client(self.address)
 
     def submit(self, request: JobRequest, tell: Callable[[str], None] = lambda line: None) -> str:
-        """Send the files of a job, start it, and return its id. `tell` receives a line that
-        summarizes the files.
+        """Send a job's files, start it, and return its id. `tell` receives a summary of the files.
 
         Raises:
             UserError: The files are too large, or do not include the script.
@@ -260,7 +255,7 @@ class Jobs:
         """
         _check_files(request, tell)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.run_name)
-        # Two jobs may be submitted in the same second, so a random part makes the id unique.
+        # Two jobs may start in the same second, so a random part makes the id unique.
         job = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         environment = request.code.runtime_env({}) | {"env_vars": request.variables(job)}
         with _answers(self.address):
@@ -282,7 +277,7 @@ class Jobs:
         return known[job]
 
     def stop(self, job: str) -> Job:
-        """Stop a job, and wait until it has saved itself and ended.
+        """Stop a job, wait until it has saved itself and ended, and return it.
 
         Raises:
             UserError: The cluster does not know this job.
@@ -312,7 +307,7 @@ class Jobs:
 
         def pass_on(text: str, end: int) -> None:
             """Write the part of a text that earlier connections did not deliver. `end` is the
-            position of the text's end in the log."""
+            text's end position in the log."""
             nonlocal written
             if end > written:
                 write(text[max(0, len(text) - (end - written)) :])
@@ -351,8 +346,7 @@ class Jobs:
 
 
 def server_address(given: str | None) -> str:
-    """Return the job server's address: from the option `--address`, or else of
-    `RAY_API_SERVER_ADDRESS`.
+    """Return the job server's address, from `--address` or else `RAY_API_SERVER_ADDRESS`.
 
     >>> server_address("http://ray-head:8265/")
     'http://ray-head:8265'
@@ -361,7 +355,7 @@ def server_address(given: str | None) -> str:
     weft.dataflow.errors.UserError: --address 'ray-head:6379' is not the address of a job server; did you mean 'http://ray-head:8265'?
 
     Raises:
-        UserError: There is no address, or it is not that of a job server.
+        UserError: The address is missing, or is not a job server's.
     """
     address = given or os.environ.get(VARIABLE) or ""
     if not address:
@@ -425,8 +419,7 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
-    """Convert errors of Ray's client: a wrong or missing token to `UserError`, others to
-    `RunError`."""
+    """Convert Ray's errors: a wrong or missing token to `UserError`, others to `RunError`."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -443,8 +436,7 @@ def _answers(address: str) -> Iterator[None]:
 
 
 def _check_files(request: JobRequest, tell: Callable[[str], None]) -> None:
-    """Check that the files are small enough and include the script, and summarize them to
-    `tell`."""
+    """Check that the files are small enough and include the script. Pass a summary to `tell`."""
     code = request.code
     code.check()
     assert code.working_dir is not None

@@ -35,24 +35,21 @@ from .backend import Backend, Event, Setup, check_machine, this_node
 from .process_diagnostics import SIGNAL, Memory, memory_of, shown
 
 # _SilenceWatch: interrupts a call in this process that makes no progress. The driver waits for the
-# call in the same thread, so a second thread watches it.
+# call in the same thread, so a second thread checks it every second. Time in a debugger does not
+# count.
 #
 #     limit_s over ──> `Silent` is raised in the thread that executes the call
 #     2 * limit_s  ──> the call hangs outside of Python: write all stacks to stderr, and exit
-#
-# The second thread checks every second. Time in a debugger does not count.
 
 
 LOOK_S = 1.0
-"""[s] Longest time between two checks."""
+"""[s] Longest time between checks."""
 ASLEEP_S = 5.0
 """[s] If a check is this late, the process or machine was suspended."""
 DEBUGGERS = {"pdb.py", "bdb.py", "pydevd.py", "pydevd_bundle"}
 
 
 class _SilenceWatch:
-    """Watches the calls of the thread that creates it."""
-
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._limit_s = math.inf
@@ -109,14 +106,14 @@ class _SilenceWatch:
         if self._interrupts:
             signal.pthread_kill(self._thread, SIGNAL)
         else:
-            # Python runs signal handlers only in the main thread. In other threads, the error is
-            # raised only when the next bytecode runs.
+            # Python runs signal handlers only in the main thread. In other threads, the error waits
+            # for the next bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread), ctypes.py_object(Silent)
             )
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        # The call may have advanced since the signal was sent.
+        # The call may have advanced since the signal.
         if self._silent_s > self._limit_s:
             raise Silent(_where(frame))
 
@@ -131,7 +128,7 @@ class _SilenceWatch:
     def _arm(self, seconds: float) -> None:
         """End the process after this time, even if Python cannot run. `_disarm` prevents it."""
         self._armed = True
-        # Do not exit an interactive session (with sys.ps1), whose variables would be lost.
+        # Do not end an interactive session (with sys.ps1), whose variables would be lost.
         faulthandler.dump_traceback_later(
             seconds, exit=not hasattr(sys, "ps1"), file=sys.__stderr__ or 2
         )
@@ -156,7 +153,7 @@ class Local(Backend):
     """Runs every group in this process, with one rank each. The groups take turns on one thread.
 
     `Local` ignores ranks and devices in the placement, so a script for Ray also runs under a
-    debugger. A call that makes no progress for too long is interrupted, and the run ends.
+    debugger. It interrupts a call that makes no progress for too long, and the run ends.
     """
 
     in_process = True
@@ -175,8 +172,7 @@ class Local(Backend):
         return "Local()"
 
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
-        """Raise a `UserError` if there is too little memory, or if a weight transport needs both
-        sides to work at the same time."""
+        """Raise a `UserError` if memory is too small, or a weight transport needs processes."""
         check_machine(handles, {})
         for handle in handles.values():
             leader = handle.leader
@@ -278,8 +274,7 @@ class Local(Backend):
 
 
 def _unused(placement: Mapping[str, Place]) -> str:
-    """Describe the ranks and GPUs of a placement that one process cannot use; empty if there are
-    none.
+    """Describe a placement's ranks and GPUs that one process cannot use; may be empty.
 
     >>> from weft.controllers.placement import ResourcePool
     >>> _unused({"actor": Place(ResourcePool("p", gpus=4), ranks=2), "reward": Place(ResourcePool("q"))})

@@ -1,8 +1,8 @@
 """Copy model folders from the driver's node to the nodes whose ranks need them.
 
-A setting names a folder, or a Hugging Face id that is cached on the driver's node. If a rank's node
+A setting names a folder, or a Hugging Face id in the cache of the driver's node. If a rank's node
 has the same files at the same path or in its cache, the rank uses them. Otherwise one process on
-that node copies the folder into the node's cache (`workers/models/node_folder.py`).
+that node copies the folder into its cache (`workers/models/node_folder.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _FolderSource:
 
     def piece(self, folder: Path, name: str, start: int) -> tuple[bytes, bytes]:
         self._check(folder)
-        # A name in the request must not lead out of the folder.
+        # A requested name must not lead out of the folder.
         return read_piece(folder / Path(name).name, start)
 
     def _check(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class _FolderSource:
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """The model folders named in a group's settings, for its ranks on other nodes."""
+    """The model folders in a group's settings, for its ranks on other nodes."""
 
     node: str
     """Ray's id of the driver's node."""
@@ -62,15 +62,14 @@ class ModelFolders:
     """Setting -> folder on the driver's node."""
 
     def on_node(self, node: str, config: Any, advance: Callable[[], None]) -> Any:
-        """Return the group's settings with the paths of its model folders on this node. Copies a
-        folder if this node lacks it.
+        """Return the group's settings with this node's model folders. Copies missing folders.
 
         Args:
             node: Ray's id of this node.
             advance: Called whenever a copy grows.
 
         Raises:
-            UserError: A copy cannot be written on this node.
+            UserError: This node cannot write a copy.
             WorkerError: The driver's node does not answer.
         """
         if node == self.node:
@@ -83,8 +82,7 @@ class ModelFolders:
         return config.model_copy(update=changed) if changed else config
 
     def _here(self, given: Any, setting: str, folder: Path, advance: Callable[[], None]) -> Any:
-        """Return the copy of a folder, with the type of the setting; None if this node has the
-        folder."""
+        """Return a copy of the folder, in the setting's type; None if this node has the folder."""
         weights = _has_weights(setting)
         listing: FolderListing = self._ask(self.source.listing.remote(folder, weights), folder)
         own = Path(given).expanduser()
@@ -121,8 +119,6 @@ class ModelFolders:
 
 
 class SentFolders:
-    """The model folders of a run, on the driver's side."""
-
     def __init__(self, handles: Mapping[str, Handle], node: str) -> None:
         self._named = {name: named_folders(handle.config) for name, handle in handles.items()}
         self._node = node

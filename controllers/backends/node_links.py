@@ -5,7 +5,7 @@
          ├──on a new node──> a server starts there ──> all ranks are told of it ──────> ready
          └──CONNECT_TIMEOUT_S──> its failure, which names the node
 
-During a run, this module never blocks: the driver polls for the answers of servers and ranks.
+During a run, this module never blocks: the driver polls servers and ranks for answers.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# Node logs: ranks on machines that do not see the run's directory write their logs next to the
-# segments of their node. The driver asks the node's segment server for new text: every LOG_S, after
-# a rank died, and at the end. If a log grows by more than MAX_BYTES between two requests, the
-# driver copies only the last MAX_BYTES.
+# Node logs: ranks on machines that do not see the run's directory write their logs next to their
+# node's segments. The driver asks the node's segment server for new text every LOG_S, after a rank
+# died, and at the end. If a log grows by more than MAX_BYTES between two requests, the driver
+# copies only the last MAX_BYTES.
 
 
 LOG_S = 10.0
-"""[s] Time between two requests for new log text."""
+"""[s] Interval between requests for new log text."""
 MAX_BYTES = 256 << 10
-"""[bytes] Maximum log text in one answer."""
+"""[bytes] Maximum text per log in one answer."""
 BRING_S = 5.0
 """[s] Longest wait for the last log text of all nodes."""
 
@@ -54,15 +54,12 @@ NewText = Mapping[str, tuple[int, bytes]]
 
 
 def new_text(folder: Path, known: Mapping[str, int]) -> NewText:
-    """Return the new text in the logs of a folder, at most the last MAX_BYTES of each.
-
-    Args:
-        known: Log -> number of bytes seen.
-    """
+    """Return the new text in a folder's logs, at most the last MAX_BYTES of each. `known` maps a
+    log to the number of bytes seen."""
     found: dict[str, tuple[int, bytes]] = {}
     for path in sorted(folder.glob("*.log")):
         size, seen = path.stat().st_size, known.get(path.name, 0)
-        # A log that is shorter than before was started anew.
+        # A log that became shorter has started anew.
         begin = max(seen if seen <= size else 0, size - MAX_BYTES)
         if size > begin or path.name not in known:
             with path.open("rb") as file:
@@ -76,7 +73,6 @@ class _NodeLogs:
         self._folder, self._clock = folder, clock
         self._asked_at = clock()
         self._asked: dict[Any, str] = {}
-        """Promise of new text -> its node."""
         self._seen: dict[str, dict[str, int]] = {}
         """Node -> log -> number of bytes copied."""
         self.silent: set[str] = set()
@@ -91,8 +87,8 @@ class _NodeLogs:
             self._ask(hosts)
 
     def bring(self, hosts: Mapping[str, Any]) -> None:
-        """Request new text from all nodes, and wait for it, up to BRING_S."""
-        # Drop pending requests: their answers may be old, and the new answers include their text.
+        """Request new text from all nodes, and wait up to BRING_S for it."""
+        # Drop pending requests, because the new answers include their text.
         self._asked = {promise: node for promise, node in self._asked.items() if node in self.silent}
         self._ask(hosts)
         silent = {promise: node for promise, node in self._asked.items() if node in self.silent}
@@ -112,7 +108,7 @@ class _NodeLogs:
                 self.append_text(node, found)
             except (
                 OSError
-            ) as error:  # such as a full disk: the run continues, and the text is requested again
+            ) as error:  # such as a full disk: the run continues, and requests the text again
                 _logger.warning("the logs of node %s cannot be written for now: %s", node, error)
 
     def append_text(self, node: str, found: NewText) -> None:
@@ -124,7 +120,7 @@ class _NodeLogs:
             make_folder(self._folder)
             path, known = self._folder / name, seen.get(name, 0)
             end = begin + len(text)
-            if begin < known <= end:  # part of the text was in an earlier answer
+            if begin < known <= end:  # an earlier answer had part of the text
                 text = text[known - begin :]
             elif begin > known:
                 left_out = f"... {begin - known} bytes are left out here; they are on node {node} ...\n"
@@ -140,11 +136,11 @@ class _NodeLogs:
 
 
 LOOK_S = 1.0
-"""[s] Time between two checks that the servers are alive."""
+"""[s] Interval between checks that the servers are alive."""
 
 
 class _SegmentHost:
-    """A Ray actor with the segment server of a node. It also watches the run's processes there."""
+    """A Ray actor with a node's segment server, which also watches the run's processes there."""
 
     def __init__(
         self, files: Files, node: str, host: str, token: str, run: Path, *, encrypted: bool
@@ -161,8 +157,7 @@ class _SegmentHost:
         self._notes = [f"node {node!r}: {note}" for note in notes(folder)]
 
     def location(self) -> tuple[str, bytes | None, list[str]]:
-        """The server's address, its certificate (None without encryption), and warnings about its
-        folder."""
+        """The server's address, its certificate (None without encryption), and warnings."""
         return self.server.location, self._certificate, self._notes
 
     def new_text(self, known: Mapping[str, int]) -> NewText:
@@ -177,8 +172,8 @@ class _SegmentHost:
             time.sleep(SAMPLE_S)
 
     def memory(self, processes: Mapping[str, int]) -> Memory:
-        """Watch these processes (worker -> pid). Return the memory of the node and of the processes
-        watched so far."""
+        """Watch these processes (worker -> pid). Return the node's memory, and that of the
+        processes watched so far."""
         self._processes.watch(processes)
         return self._processes.memory()
 
@@ -221,16 +216,13 @@ class _SegmentServers:
         return sorted(self._asked.values())
 
     def start(self, files: Files, names: Mapping[str, str], run: Path) -> None:
-        """Start a server on each new node. Call `advance` until no node is `awaited`.
-
-        Args:
-            names: Ray's id of a node -> its name.
-        """
+        """Start a server on each new node. Call `advance` until no node is `awaited`. `names` maps
+        Ray's id of a node to its name."""
         import ray
 
         addresses = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
         loopback = len({addresses[id] for id in names}) == 1
-        if loopback != self._loopback:  # servers on loopback cannot be reached from another machine
+        if loopback != self._loopback:  # other machines cannot reach servers on loopback
             self.kill()
         self._loopback = loopback
         for id, name in names.items():
@@ -248,17 +240,16 @@ class _SegmentServers:
 
         strategy = NodeAffinitySchedulingStrategy(id, soft=False)
         remote: Any = ray.remote
-        # Two threads: `last` never returns, so it takes one of them.
+        # Two threads, because `last` never returns.
         server = remote(_SegmentHost).options(
             num_cpus=0, scheduling_strategy=strategy, max_concurrency=2
         )
-        # Loopback traffic does not leave the machine, so it is not encrypted.
+        # Loopback traffic does not leave the machine, so it needs no encryption.
         actor = server.remote(files, name, host, self._token, run, encrypted=not self._loopback)
         self.hosts[name], self._lives[actor.last.remote()] = actor, name
 
     def advance(self, wait_s: float = 0.0) -> bool:
-        """Process the answers of servers. Return whether the last answer has arrived and `peers`
-        are new."""
+        """Process the servers' answers. Return whether all have arrived and `peers` are new."""
         if not self._asked:
             return False
         self._standing |= take_answers(self._asked, wait_s)  # `take_ended` finds dead servers
@@ -294,8 +285,7 @@ class _SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Forget servers that have died, and return whether there were any. Checks at most once
-        every LOOK_S."""
+        """Forget dead servers, and return whether there were any, at most once every LOOK_S."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -320,13 +310,13 @@ class _SegmentServers:
 def node_names(
     nodes: Sequence[Mapping[str, Any]], here: str, known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return Ray's id -> name for this node, the known nodes, and all nodes that are alive. Names
-    come from host names, so a node keeps its name in the next run.
+    """Return Ray's id -> name for this node, the known nodes, and all live nodes. Names come from
+    host names, so a node keeps its name in the next run.
 
     Args:
         nodes: Node descriptions from `ray.nodes()`.
         here: Ray's id of this node.
-        known: Existing names (Ray's id -> name). They are kept, and no other node gets one of them.
+        known: Existing names (Ray's id -> name), which stay and are not reused.
     """
     names = {here: this_node(), **(known or {})}
     for node in sorted(nodes, key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
@@ -340,33 +330,28 @@ def node_names(
 # NodeLinks: servers, ranks and logs of all nodes
 
 NODE_TIMEOUT_S = 5.0
-"""[s] Longest wait for a node to accept a connection, when checking whether it is lost."""
+"""[s] Longest wait for a node to accept a connection; after that, the node counts as lost."""
 CONNECT_TIMEOUT_S = 60.0
 """[s] During a run, longest wait until a new segment server is up and all ranks know it."""
 POLL_S = 0.05
-"""[s] Time between two polls while waiting."""
 
 
 @dataclass
 class Process:
     actor: Any
     standing: Any = None
-    """Promise of its `Standing`, if it was requested."""
+    """Promise of its `Standing`, if requested."""
     is_up: bool = False
-    """Whether its `Standing` is known."""
 
 
 @dataclass
 class _Arrival:
-    """A rank that came up during the run."""
-
     call: Call
     rank: int
     reply: Reply
     process: Process
     by: float
-    """[s] Deadline for the rank to know the other nodes, and for the other ranks to know its
-    node."""
+    """[s] Deadline for the rank to know the other nodes, and for other ranks to know its node."""
 
     @property
     def at(self) -> tuple[str, int]:
@@ -378,7 +363,7 @@ class NodeLinks:
 
     Args:
         processes: (group, rank) -> its current process.
-        died: Returns a description of a process that died, given its name and error.
+        died: Returns a description of a dead process, given its name and error.
     """
 
     def __init__(
@@ -390,7 +375,7 @@ class NodeLinks:
         self.servers = _SegmentServers()
         self.logs = _NodeLogs(Path())
         self.stands_on: dict[tuple[str, int], str] = {}
-        """(group, rank) -> name of its node, also after its process has ended."""
+        """(group, rank) -> name of its node, even after its process has ended."""
         self.lost: set[str] = set()
         self._used: dict[str, str] = {}
         """Ray's id -> name, for the driver's node and all nodes that ranks are or were on."""
@@ -404,7 +389,6 @@ class NodeLinks:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of the nodes whose segments can be read."""
         return [name for name in self._used.values() if name not in self.lost]
 
     @property
@@ -419,10 +403,7 @@ class NodeLinks:
 
     def connect_all(self, files: Files, run: Path, used: Mapping[str, str], timeout_s: float) -> None:
         """Connect all ranks to all nodes, before the run. Raises a `WorkerError` after `timeout_s`.
-
-        Args:
-            used: Ray's id -> name, for the driver's node and the nodes of all ranks.
-        """
+        `used` maps Ray's id to the name, for the driver's node and the nodes of all ranks."""
         self._files, self._run, self._used = files, run, dict(used)
         self.logs = _NodeLogs(run / LOGS)
         self._connect()
@@ -449,17 +430,13 @@ class NodeLinks:
         return answers[0][1] if answers else None
 
     def came_up(self, call: Call, rank: int, reply: Reply) -> None:
-        """Record that a rank is up. `take_events` returns its reply once the rank is connected to
-        all nodes."""
+        """Record that a rank is up. `take_events` returns its reply once it is connected."""
         process, by = self._processes[call.group.name, rank], self._clock() + CONNECT_TIMEOUT_S
         self._arrivals.append(_Arrival(call, rank, reply, process, by))
 
     def take_events(self) -> list[Event]:
         """Restart dead servers, and return an event for each new rank that is ready or has failed.
-
-        Raises:
-            WorkerDied: A server did not start in time on a node that the run needs.
-        """
+        Raises `WorkerDied` if a server that the run needs did not start in time."""
         self.logs.look(self.servers.hosts)
         if self.servers.take_ended():
             self.look_for_lost()  # do not start a server on a lost node
@@ -475,8 +452,8 @@ class NodeLinks:
             self.lost |= {self._used[n["NodeID"]] for n in used if not (n["Alive"] and _listens(n))}
 
     def _connect(self) -> None:
-        """Begin to start servers on all nodes in use, if there are several. `_advance` completes
-        the start."""
+        """Begin to start servers on all nodes in use, if several; `_advance` completes the
+        start."""
         nodes = {id: name for id, name in self._used.items() if name not in self.lost}
         if len(nodes) == 1 and self.servers.peers is None:
             return
@@ -547,8 +524,7 @@ class NodeLinks:
         return not self._connecting
 
     def _turn_away(self, arrival: _Arrival) -> str:
-        """Return the reason that a rank cannot work. If its node's server did not start, forget the
-        node."""
+        """Return why a rank cannot work. If its node's server did not start, forget the node."""
         node = self.stands_on.get(arrival.at)
         if node is None or node not in self.servers.awaited:
             return f"it did not connect to the other nodes within {CONNECT_TIMEOUT_S:.0f} s"

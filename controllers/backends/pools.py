@@ -14,14 +14,13 @@ from ..placement import Place, ResourcePool, is_own
 from .backend import Setup
 
 WAIT_S = 30.0
-"""[s] Default time limit for reserving the pools of a placement, which other jobs may hold."""
+"""[s] Default time limit for reserving the pools of a placement."""
 OWN_POOL_TIMEOUT_S = 1.0
 """[s] Longest wait for a free CPU for a group without a place."""
 TELL_S = (3.0, 60.0)
-"""[s] Initial and longest time between two lines about waiting. The time doubles after each
-line."""
+"""[s] Initial and longest time between two progress lines. The time doubles after each line."""
 LOOK_S = 0.2
-"""[s] Time between two checks whether the ranks of an elastic group have room."""
+"""[s] Interval between checks for room for the ranks of an elastic group."""
 PROBE_TIMEOUT_S = 120.0
 """[s] Longest wait for a process to report the GPUs of a bundle."""
 GROWS = "For a cluster that grows, wait longer: RayBackend(wait_s=...)"
@@ -32,12 +31,11 @@ class _ReservedPart:
     """The part of a pool on one node."""
 
     strategy: Any
-    """Scheduling strategy that places an actor there."""
     node: str = ""
-    """Ray's id of the node; empty if the part had no room when the run started."""
+    """Ray's id of the node; empty if the pool had no room there when the run started."""
     address: str = ""
     gpus: Sequence[str] = ()
-    """The part's GPUs, as named in `CUDA_VISIBLE_DEVICES` on the node."""
+    """The part's GPUs, as in `CUDA_VISIBLE_DEVICES` on the node."""
     bundle_gpus: int = 0
     """Number of GPUs in the bundle, which pools may share."""
     first_gpu: int = 0
@@ -46,8 +44,7 @@ class _ReservedPart:
     """Number of the pool's GPUs in the bundle."""
 
     def find_gpus(self) -> Any:
-        """Return a promise of the part's GPUs. They change when Ray moves the bundle of a lost
-        node."""
+        """Return a promise of the part's GPUs, which change if Ray moves a lost node's bundle."""
         import ray
 
         held: Any = ray.remote(_gpus_from)
@@ -60,13 +57,10 @@ class ReservedPool:
     parts: Sequence[_ReservedPart]
     """One part for each node of the pool."""
     cpus: int
-    """Number of CPUs that Ray counts for the pool; 0 if its groups are guests on another pool's
-    node."""
+    """Number of CPUs that Ray counts for the pool; 0 for a guest on another pool's node."""
 
 
 class Reservations:
-    """The reserved pools of a run."""
-
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._groups: list[Any] = []
@@ -80,9 +74,9 @@ class Reservations:
     def reserve(self, setup: Setup) -> None:
         """Reserve the pools of a placement. Wait for the pools whose size the user set.
 
-        A group without a place gets a free CPU, on the node of the group that it follows. If no CPU
-        is free, the group becomes a guest on another pool's node, and works while that pool's
-        groups are idle.
+        A group without a place gets a free CPU, on the node of the group whose weights it follows.
+        If no CPU is free, the group becomes a guest on another pool's node, and works while that
+        pool's groups are idle.
 
         Raises:
             UserError: A pool whose size the user set was not free in time.
@@ -90,7 +84,7 @@ class Reservations:
         elastic = {p.pool.name: p for p in setup.placement.values() if p.is_elastic}
         pools = {p.pool.name: p.pool for p in setup.placement.values() if not p.is_elastic}
         own = [name for name, pool in pools.items() if is_own(pool)]
-        # If the user sized no pool, wait for one of the others, which then has room for guests.
+        # If the user sized no pool, wait for the first, which can then host the others as guests.
         sized = [name for name in pools if name not in own] or own[:1]
         self._reserve([pools[name] for name in sized], self._wait_s, tell=setup.tell)
         if missing := [name for name in sized if name not in self._pools]:
@@ -119,8 +113,7 @@ class Reservations:
             self._pools.setdefault(name, ReservedPool([guest], cpus=0))
 
     def room(self, name: str) -> dict[int, str]:
-        """Return rank -> Ray's id of its node, for the ranks of an elastic group that have room
-        now."""
+        """Return rank -> Ray's id of its node, for an elastic group's ranks that have room now."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -152,8 +145,8 @@ class Reservations:
             ray.util.remove_placement_group(group)
 
     def _reserve_by_rank(self, place: Place, tell: Callable[[str], None]) -> None:
-        """Request room for each rank separately, so that Ray's autoscaler sees all requests, and
-        wait until `min_ranks` ranks have room."""
+        """Request room for each rank separately, so that Ray's autoscaler sees all requests. Wait
+        until `min_ranks` ranks have room."""
         import ray
 
         pool, least = place.pool, place.min_ranks or 0
@@ -193,8 +186,8 @@ class Reservations:
         tell: Callable[[str], None] = lambda line: None,
         near: Mapping[str, str] = {},
     ) -> None:
-        """Reserve the pools that become free within `timeout_s`. `near` maps a pool to Ray's id of
-        the node that it must be on."""
+        """Reserve the pools that become free within `timeout_s`. `near` maps some pools to Ray's id
+        of the node that they must be on."""
         import ray
 
         asked = [(family, _ask(family, near.get(name))) for name, family in bundles(pools).items()]
@@ -236,8 +229,7 @@ class Reservations:
 def _part_of(
     group: Any, index: int, node: str, bundle: Bundle, addresses: Mapping[str, str]
 ) -> _ReservedPart:
-    """Return the part that is a whole bundle of a placement group. `node` is empty if the bundle
-    has no room."""
+    """Return the part that is a whole bundle. `node` is empty if the bundle has no room."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -246,14 +238,14 @@ def _part_of(
 
 
 def _addresses() -> dict[str, str]:
-    """Return Ray's id of each node -> its address."""
+    """Return Ray's node id -> address, for all nodes."""
     import ray
 
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 def _pauses() -> Iterator[float]:
-    """[s] Yield the times between two lines about waiting."""
+    """[s] Yield the times between two progress lines."""
     pause_s, longest_s = TELL_S
     while True:
         yield pause_s
@@ -271,8 +263,7 @@ def _ask(family: Sequence[Bundle], node: str | None) -> Any:
 
 
 def _gpus_from(first: int, number: int) -> list[str]:
-    """Return some of the bundle's GPUs. Only a process that holds the bundle can find out their
-    ids."""
+    """Return some GPUs of the bundle. Only a process inside the bundle can read their ids."""
     import ray
 
     held = [str(gpu) for gpu in ray.get_gpu_ids()]

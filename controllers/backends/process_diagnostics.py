@@ -1,6 +1,6 @@
 """Memory, stacks and exit reasons of a run's processes.
 
-`ProcessWatch` watches the processes of one machine, in the driver or in a node's segment server.
+`ProcessWatch` watches one machine's processes, in the driver or in a node's segment server.
 `ProcessDiagnostics` collects the findings of all nodes for the driver.
 """
 
@@ -32,31 +32,25 @@ from ...workers.node_memory import NodeMemory, cgroup_folders, node_memory
 
 @dataclass(frozen=True)
 class _ProcessMemory:
-    """Resident memory of a process."""
-
     resident_bytes: int
     """Private memory: the heap and mapped files."""
     shared_bytes: int
     """Shared memory that the process has touched: row segments, weight transfers, Ray's object
-    store. Other processes may count the same memory."""
+    store. Several processes may count the same memory."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a node, and of the run's processes on it."""
-
     processes: dict[str, _ProcessMemory]
     """Worker, such as `rollout[0]` -> its memory."""
     node: NodeMemory | None = None
     object_store_bytes: int = 0
-    """Bytes in Ray's object store."""
 
 
 def memory_of(pid: int) -> _ProcessMemory | None:
-    """Return the memory of a process on this machine, or None if it has ended.
+    """Return the memory of a process on this machine, or None if the process has ended.
 
-    This reads `/proc`, because psutil takes milliseconds to distinguish shared memory from mapped
-    files.
+    Reads `/proc`, because psutil takes milliseconds to tell shared memory from mapped files.
 
     >>> memory_of(os.getpid()).resident_bytes > 1 << 20, memory_of(-1)
     (True, None)
@@ -74,13 +68,13 @@ def memory_of(pid: int) -> _ProcessMemory | None:
 
 
 def object_store() -> int:
-    """Bytes in the object stores of this machine's Ray nodes that this user may see."""
+    """Bytes in the object stores of this machine's Ray nodes that this user can see."""
     stores = [memory_of(p.pid) for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet"]
     return sum(memory.shared_bytes for memory in stores if memory is not None)
 
 
 def memory_course(readings: Sequence[tuple[float, int]]) -> str:
-    """Describe memory over time by at most four readings; empty for fewer than two.
+    """Describe memory over time by up to four readings; empty for fewer than two.
 
     >>> memory_course([(0.0, 1 << 30), (10.0, 2 << 30), (20.0, 4 << 30)])
     'its own memory in the last 20 s: 1.0 GiB, 2.0 GiB, 4.0 GiB'
@@ -96,15 +90,14 @@ def memory_course(readings: Sequence[tuple[float, int]]) -> str:
 
 
 def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[str, float]:
-    """Return metrics of the memory of processes and stores, and of the free memory of the fullest
-    node."""
+    """Return memory metrics of processes and stores, and the free memory of the fullest node."""
     by_group: dict[str, list[_ProcessMemory]] = {}
     for node in nodes.values():
         for who, memory in node.processes.items():
             by_group.setdefault(who.partition("[")[0], []).append(memory)
     metrics: dict[str, float] = {}
     for group, own in by_group.items():
-        # Ranks on one node share the same memory, so a sum would count it several times.
+        # Ranks on one node share this memory, so a sum would count it several times.
         metrics[f"{group}/resident_bytes"] = float(sum(memory.resident_bytes for memory in own))
         metrics[f"{group}/shared_bytes"] = float(max(memory.shared_bytes for memory in own))
     metrics["segment_bytes"] = float(segment_bytes)
@@ -117,9 +110,9 @@ def memory_metrics(nodes: Mapping[str, Memory], segment_bytes: float) -> dict[st
     return metrics
 
 
-# Exit reasons: a pidfd gives the exit status of a process that need not be a child of this one.
-# Linux 6.15 and later report it for any process; earlier versions only until its parent has waited
-# for it. The kernel also counts the processes that it kills when memory runs out.
+# Exit reasons: a pidfd gives the exit status of a process that need not be a child. Linux 6.15 and
+# later report it for any process; earlier versions only until the parent has waited for it. The
+# kernel also counts the processes that it kills when memory runs out.
 
 
 GET_INFO = 0xC040FF0B
@@ -130,16 +123,15 @@ INFO = struct.Struct("=Q52xi")
 """Layout of these bytes: the mask, and the exit status."""
 POLL_S = 0.02
 OOM_COUNTS = ("memory.events", "memory.oom_control")
-"""Files of a cgroup (versions 2 and 1) that count the processes killed because it ran out of
-memory."""
+"""Files of a cgroup (versions 2 and 1) that count its out-of-memory kills."""
 ADVICE = (
     "give the worker more memory, or smaller microbatches, shorter responses, fewer ranks on its node"
 )
 
 
 class _HeldProcess:
-    """A pidfd of a process, so that a reused pid is not mistaken for it. Raises OSError if there is
-    no such process."""
+    """A pidfd, which keeps identifying its process even if the pid is reused. Raises OSError if
+    there is no such process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -154,7 +146,7 @@ class _HeldProcess:
 
     def exit_code(self, wait_s: float) -> int | None:
         """Return the exit code, or the negative number of the signal that ended the process; None
-        if it is alive after `wait_s`, or the code is unknown."""
+        if it still runs after `wait_s`, or if the code is unknown."""
         deadline = time.monotonic() + wait_s
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -168,7 +160,7 @@ class _HeldProcess:
             mask, status = INFO.unpack(info)
             if mask & EXIT:
                 return status
-        with suppress(OSError, ValueError, IndexError):  # a zombie: the exit status is in its stat file
+        with suppress(OSError, ValueError, IndexError):  # a zombie's stat file has the exit status
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
             # Field 52 of proc(5), exit_code. The split begins at field 3.
             return int(fields[49]) if fields[0] in "ZX" else None
@@ -180,7 +172,7 @@ class _HeldProcess:
 
 
 def said_of(code: int | None) -> str:
-    """Describe an exit code.
+    """Describe an exit code in words.
 
     >>> said_of(3), said_of(-9), said_of(None)
     ('exit code 3', 'signal SIGKILL', '')
@@ -213,7 +205,7 @@ def said_by_kernel(before: dict[str, int], now: dict[str, int]) -> str:
 
 
 def said_by_ray(error: str) -> str:
-    """Describe a kill by Ray's memory monitor, from Ray's error message; empty for other errors."""
+    """Describe a kill by Ray's memory monitor, given Ray's error; empty for other errors."""
     if not re.search(r"OutOfMemoryError|memory pressure|(?i:memory monitor)", error):
         return ""
     was = re.search(r"was ([\d.]+ ?GB / [\d.]+ ?GB)", error)
@@ -222,21 +214,19 @@ def said_by_ray(error: str) -> str:
 
 
 # Stacks: on a signal, `faulthandler` writes the stacks of all threads of a process to its log, even
-# while the process hangs in C code. Messages show only the thread that executes calls; the log has
-# all threads.
+# while the process hangs in C code. Messages show only the thread that executes calls.
 
 
 SIGNAL = signal.SIGURG
-"""The signal that requests stacks. Processes that do not handle it ignore it."""
+"""The signal that requests stacks. Processes without a handler ignore it."""
 STACKS_S = 2.0
-"""[s] Longest wait for the stacks of processes."""
 SETTLED_S = 0.1
 """[s] The stacks count as complete when the logs have not grown for this long."""
 MAX_BYTES = 1 << 20
-"""[bytes] Maximum part of a log that is read."""
+"""[bytes] Maximum part of a log to read."""
 MAX_FRAMES = 12
 EXECUTOR = ("ranks", "executor.py")
-"""The file that identifies the thread that executes calls: its stack has a frame of this file."""
+"""The thread that executes calls has a frame of this file."""
 STATES = {
     psutil.STATUS_STOPPED: "it is stopped, by SIGSTOP or from a terminal",
     psutil.STATUS_TRACING_STOP: "a debugger has stopped it",
@@ -246,7 +236,6 @@ STATES = {
 }
 
 Frame = tuple[str, str, str]
-"""File, line and function."""
 
 
 def write_on_request() -> None:
@@ -255,7 +244,7 @@ def write_on_request() -> None:
 
 
 def threads_in(text: str) -> list[list[Frame]]:
-    """Parse the output of `faulthandler` into the frames of each thread, innermost first.
+    """Parse `faulthandler`'s output into the frames of each thread, innermost first.
 
     >>> threads_in('noise\\nThread 0x01 (most recent call first):\\n  File "a.py", line 7 in f\\n  File "b.py", line 9 in g\\n')
     [[('a.py', '7', 'f'), ('b.py', '9', 'g')]]
@@ -266,8 +255,7 @@ def threads_in(text: str) -> list[list[Frame]]:
 
 
 def shown(frames: Sequence[Frame]) -> str:
-    """Describe the frames that the executor has called; without any, say that the worker is
-    idle."""
+    """Describe the frames that the executor called, or say that the worker is idle."""
     at = next((k for k, frame in enumerate(frames) if _is_executor(frame)), len(frames))
     own = frames[:at]
     if not own or (at < len(frames) and frames[at][2] == "_serve"):
@@ -282,7 +270,7 @@ def _is_executor(frame: Frame) -> bool:
 
 
 def _written(pid: int, log: Path, begun: int) -> str:
-    """Describe the stacks that a process has written to its log after the first `begun` bytes."""
+    """Describe the stacks that a process wrote to its log after the first `begun` bytes."""
     text = ""
     with suppress(OSError), log.open("rb") as file:
         file.seek(begun)
@@ -305,11 +293,11 @@ def _size(log: Path) -> int:
 # ProcessWatch: the processes of this machine
 
 SAMPLE_S = 1.0
-"""[s] Time between two readings of a process's memory."""
+"""[s] Interval between readings of a process's memory."""
 READINGS = 120
-"""Number of readings kept per process."""
+"""Number of readings to keep per process."""
 STORE_S = 10.0
-"""[s] Time between two readings of object stores. Each scans all processes."""
+"""[s] Interval between readings of object stores. Each scans all processes."""
 EXIT_S = 2.0
 """[s] Longest wait for the exit status of a process that is gone."""
 
@@ -323,11 +311,11 @@ class _Watched:
 
 
 class ProcessWatch:
-    """Watches processes of this machine.
+    """Watches this machine's processes.
 
     Args:
         logs: Folder of their logs.
-        root: Root of the file system with the kernel's counts of killed processes.
+        root: Root of the file system with the kernel's kill counts.
     """
 
     def __init__(self, logs: Path, root: Path = Path("/")) -> None:
@@ -340,7 +328,7 @@ class ProcessWatch:
         """A segment server answers on one thread and takes readings on another."""
 
     def watch(self, processes: Mapping[str, int]) -> None:
-        """Watch the processes of these workers (worker -> pid), and no others."""
+        """Watch only the processes of these workers (worker -> pid)."""
         with self._lock:
             for who in list(self._watched):
                 if processes.get(who) != self._watched[who].process.pid:
@@ -369,12 +357,11 @@ class ProcessWatch:
         return Memory(found, node_memory(self._root), self._store_bytes)
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
-        """Return worker -> innermost frames of its executor's thread, or why there are none. Only
-        for workers that are watched."""
+        """Return worker -> innermost frames of its executor's thread, or why there are none."""
         with self._lock:
             asked = {who: self._watched[who].process for who in whose if who in self._watched}
             logs = {who: self._logs / log_name(who) for who in asked}
-            # Measure the logs before the signal, so that older stacks are not read.
+            # Measure the logs before the signal, so as not to read older stacks.
             begun = {who: _size(log) for who, log in logs.items()}
             alive = [who for who, process in asked.items() if process.send(SIGNAL)]
         last, deadline = time.monotonic(), time.monotonic() + wait_s
@@ -392,10 +379,10 @@ class ProcessWatch:
         }
 
     def ending(self, who: str, wait_s: float = EXIT_S, *, blamed: bool = False) -> str:
-        """Describe how a process ended, with its memory over time; empty if unknown.
+        """Describe how a process ended, with its memory over time; empty if it was not watched.
 
         Args:
-            blamed: Whether the cause is known already, so that the kernel's counts do not matter.
+            blamed: Whether the cause is already known; skips the kernel's counts.
         """
         with self._lock:
             watched = self._watched.pop(who, None)
@@ -404,7 +391,7 @@ class ProcessWatch:
             code = watched.process.exit_code(wait_s)
             watched.process.close()
             before, self._kills = self._kills, kills(self._root)
-        # When memory runs out, the kernel sends SIGKILL; an unknown status may be one, too.
+        # When memory runs out, the kernel sends SIGKILL. An unknown status may be one, too.
         by_kernel = said_by_kernel(before, self._kills) if code in (None, -9) and not blamed else ""
         if code == -9 and not by_kernel and not blamed:
             by_kernel = (
@@ -425,15 +412,14 @@ def log_name(who: str) -> str:
 # ProcessDiagnostics: the processes of all nodes
 
 ASK_S = 10.0
-"""[s] Time between two requests to other nodes."""
+"""[s] Interval between requests to other nodes."""
 ANSWER_S = 8.0
 """[s] Longest wait for another node to report stacks or an exit reason."""
 K = TypeVar("K")
 
 
 def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K, Any]]:
-    """Remove the settled promises from `promises`. Return (value in `promises`, result) of those
-    that succeeded."""
+    """Remove settled promises from `promises`. Return (value, result) of those that succeeded."""
     import ray
     from ray.exceptions import RayError
 
@@ -447,20 +433,20 @@ def take_answers(promises: dict[Any, K], timeout_s: float = 0.0) -> list[tuple[K
 
 
 class ProcessDiagnostics:
-    """Collects memory, stacks and exit reasons of the processes of all nodes. It runs in the
-    driver, on `node`; other threads may use it."""
+    """Collects memory, stacks and exit reasons of the processes of all nodes. Runs in the driver,
+    on `node`; other threads may use it."""
 
     def __init__(self, node: str, logs: Path) -> None:
         self._here = node
         self._own = ProcessWatch(logs)
         self._lock = threading.RLock()
-        """Protects the fields below. It is never held while waiting for an answer."""
+        """Protects the fields below. No thread holds it while waiting for an answer."""
         self._coming: dict[Any, str] = {}
         """Promise of a process's node and pid -> its worker."""
         self._processes: dict[str, tuple[str, int]] = {DRIVER: (node, os.getpid())}
         """Worker -> name of its node, and its pid there."""
         self._asked: dict[Any, str] = {}
-        """Promise of the memory of a node -> the node."""
+        """Promise of a node's memory -> the node."""
         self._told: dict[str, dict[str, int]] = {}
         """Other node -> processes that it was told to watch."""
         self._elsewhere: dict[str, Memory] = {}

@@ -35,17 +35,16 @@ if TYPE_CHECKING:
     from ...dataflow.buffer.flight import Peers
 
 
-# Rank process: the actor class is pickled by value, so that the process gets its environment before
-# it imports Weft or the user's code. Setting the environment through Ray would start another
+# Rank process: Ray pickles the actor class by value, so that the process sets its environment
+# before it imports Weft or the user's code. Setting the environment through Ray would start another
 # process that also imports Ray (0.7 s of CPU), and would write the variables to Ray's logs.
 
 
 def rank_process(rank_class: type) -> type:
-    """Return the class of a Ray actor that first sets its environment, and has the methods of
-    `rank_class`.
+    """Return a Ray actor class that first sets its environment and has `rank_class`'s methods.
 
-    The class is made in a function so that Ray pickles it by value, and its methods use no outside
-    names. The actor's arguments are:
+    Ray pickles the class by value because a function creates it. Its methods use no outside names.
+    The actor's arguments are:
     - an environment with `PYTHONPATH` and `OMP_NUM_THREADS`
     - a pickled tuple of the rank class and its arguments
     - the GPUs to use, or None if the environment names them
@@ -92,8 +91,8 @@ def _handed_on(name: str, *, streams: bool) -> Callable[..., Any]:
     return found
 
 
-# Forwarded variables: a process on an existing cluster has the environment of its node, but the
-# ranks need the driver's settings of NCCL, vLLM, the Hugging Face hub and trackers.
+# Forwarded variables: a process on an existing cluster has its node's environment, but ranks need
+# the driver's settings of NCCL, vLLM, the Hugging Face hub and trackers.
 
 
 PREFIXES = (
@@ -109,7 +108,7 @@ PREFIXES = (
     "MLFLOW_",
     "WEFT_",
 )
-"""Prefixes of forwarded variables; `_environment` sets others."""
+"""Prefixes of forwarded variables. `_environment` adds others."""
 OF_A_NODE = (
     "VLLM_HOST_IP",
     "HF_HOME",
@@ -128,12 +127,12 @@ OF_A_NODE = (
     "WANDB_DATA_DIR",
     "WEFT_CACHE",
 )
-"""Variables with addresses and folders of the driver's node, which are not forwarded."""
+"""Variables that Weft does not forward: they hold addresses and folders of the driver's node."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks get from the driver. They may contain tokens and keys, so
-    they are sent with a rank's arguments and never written to disk.
+    """Return the variables that ranks get from the driver. They may contain secrets, so Weft sends
+    them with a rank's arguments and never writes them to disk.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_x", "VLLM_CACHE_ROOT": "/home/me/.cache", "HOME": "/home/me"})
     {'NCCL_DEBUG': 'INFO', 'HF_TOKEN': 'hf_x'}
@@ -145,8 +144,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# Network interface of a node's address: gloo, NCCL and vLLM would otherwise use the first one that
-# they find
+# Network interface of a node's address. Otherwise gloo, NCCL and vLLM use the first one they find.
 
 
 def interface_of(address: str) -> str | None:
@@ -178,12 +176,12 @@ def network_environment(address: str) -> dict[str, str]:
     return found | ({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {})
 
 
-# Sample notes: a rank records the sample that it works on, which is then known if the process dies
+# Sample notes: a rank records its current sample, so that the driver knows it if the process dies
 
 
 class _SampleNote:
-    """Eight bytes of a memory-mapped file with the current sample's id, which outlive the process.
-    The first call of `Context.at` creates the file."""
+    """Eight bytes of a memory-mapped file with the current sample's id. The file outlives the
+    process. The first call of `Context.at` creates it."""
 
     FORMAT = struct.Struct("<q")
 
@@ -221,10 +219,9 @@ def _note_path(logs: Path, group: str, rank: int) -> Path:
 # Rank
 
 MAX_CALLS = 64
-"""Maximum number of concurrent calls with rows on a rank, each on a thread."""
+"""Maximum number of concurrent calls with rows on a rank, each in its own thread."""
 CONTROL = "control"
-"""Ray concurrency group for calls without rows (weights, cancelling), which calls with rows cannot
-block."""
+"""Ray concurrency group for calls without rows, which calls with rows cannot block."""
 CONTROL_CALLS = 16
 
 
@@ -232,15 +229,14 @@ CONTROL_CALLS = 16
 class RankFiles:
     files: Files
     node_names: Mapping[str, str]
-    """Ray's id of a node -> its name in references."""
+    """Ray's id of a node -> its name in segment references."""
     replaced: int
-    """Number of times that the rank was replaced. Each of its processes has separate files."""
+    """Number of times the rank was replaced. Each of its processes has separate files."""
     peers: Peers | None
-    """The other nodes, if known."""
     models: ModelFolders | None = None
-    """Model folders named in the group's settings that other nodes may lack."""
+    """Model folders in the group's settings that other nodes may lack."""
     written_on: str | None = None
-    """Name of the driver's node, for a group that writes into the run's directory."""
+    """Name of the driver's node if the group writes into the run's directory."""
     alone: bool = False
     """Whether the cluster can only have one node."""
 
@@ -248,9 +244,9 @@ class RankFiles:
 @dataclass(frozen=True)
 class Standing:
     at: Coordinates | Failure
-    """Coordinates in its group's mesh, or the reason that it did not start."""
+    """The rank's coordinates in the group's mesh, or why it did not start."""
     node: str
-    """Name of the rank's node in references."""
+    """Name of the rank's node in segment references."""
     node_id: str
 
 
@@ -260,8 +256,8 @@ class _Rank:
         started ──take_port──> has a port ──begin──> its worker is made ──close──> closed
             └───────────────────────────────┘
 
-    Only rank 0 of a group with a rendezvous takes a port. Ray runs each call on a separate thread;
-    the executor's thread does the work.
+    Only rank 0 of a group with a rendezvous takes a port. Ray runs each call on its own thread, but
+    only the executor's thread runs the worker.
     """
 
     def __init__(
@@ -277,17 +273,17 @@ class _Rank:
         if gpus is not None:
             context = replace(context, devices=tuple(gpus))
         for variable, value in network_environment(ray.util.get_node_ip_address()).items():
-            # A variable that the user has set wins.
+            # The user's settings win.
             os.environ.setdefault(variable, value)
         write_on_request()
         address = "" if files.alone else ray.util.get_node_ip_address()
         context = replace(context, address=address)
         self._note: _SampleNote | None = None
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        # A node without a name has just joined the cluster.
+        # A node without a name has joined only recently.
         self._node = files.node_names.get(self._node_id) or f"node-{self._node_id}"
         self._hidden: str | None = None
-        """Reason that the worker cannot be made here."""
+        """Reason that the worker cannot be made on this node."""
         if (run := context.run_dir) is not None:
             logs = files.files.logs_of_node(self._node, run)
             _log_to(logs / f"{context.name}_{context.rank}.log")
@@ -315,7 +311,7 @@ class _Rank:
         return self._node, os.getpid()
 
     def take_port(self, host: str, secret: str, timeout_s: float) -> Rendezvous:
-        """Reserve a free port of this machine for the rendezvous of the group."""
+        """Reserve a free port of this machine for the group's rendezvous."""
         self._port = take_port(host)
         return replace(Rendezvous.at(self._port, secret, timeout_s), taken=None)
 
@@ -324,8 +320,7 @@ class _Rank:
 
         Args:
             rendezvous: Where the ranks of the group meet; None if they do not.
-            offload: Offload the worker at once, to free device memory for the group that starts
-                next.
+            offload: Offload the worker at once, to free GPU memory for the group that starts next.
         """
         if rendezvous is not None:
             rendezvous = replace(rendezvous, taken=self._port)
@@ -374,8 +369,8 @@ class _Rank:
 def start_rank(
     handle: Handle, place: Place, context: Context, pool: ReservedPool, sharing: int, files: RankFiles
 ) -> Any:
-    """Start the process of a rank, and return its actor, which has no worker yet. `sharing` is the
-    number of groups on the pool."""
+    """Start a rank's process, and return its actor, which has no worker yet. `sharing` is the number
+    of groups on the pool."""
     import ray
     from ray import cloudpickle
 
@@ -396,7 +391,7 @@ def start_rank(
         num_cpus=pool.cpus / (sharing * place.ranks),
         num_gpus=0,
         scheduling_strategy=part.strategy,
-        # The driver replaces ranks itself, because a new process has no weights.
+        # A new process has no weights, so the driver replaces ranks itself.
         max_restarts=0,
         max_concurrency=MAX_CALLS,
     )
@@ -405,7 +400,7 @@ def start_rank(
 
 
 def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
-    """Environment of a rank's process. It must be set before any import that reads it."""
+    """Environment of a rank's process, to be set before any import that reads it."""
     return {
         **forwarded(os.environ),
         # Thread counts must be set before torch is imported.
@@ -413,9 +408,9 @@ def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
         "MKL_NUM_THREADS": str(place.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        # Rank i of every group on a pool sees the same devices, or none if the pool has no GPUs.
-        # Ray cannot guarantee this with fractional GPUs, so Weft requests no GPUs from it. The last
-        # variable stops Ray from changing CUDA_VISIBLE_DEVICES.
+        # Rank i of every group on a pool sees the same devices. Ray cannot guarantee this with
+        # fractional GPUs, so Weft requests none from it. The last variable stops Ray from changing
+        # CUDA_VISIBLE_DEVICES.
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }

@@ -1,7 +1,7 @@
 """RayBackend: run each rank as a Ray actor.
 
-Ray carries calls and small replies. Workers write columns of rows to segment files, map those of
-their own node, and fetch those of other nodes by Arrow Flight.
+Ray carries calls and small replies. Workers write row columns to segment files. They map the files
+of their own node, and fetch those of other nodes by Arrow Flight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _new_gauge(gauge: str, metric: str) -> Any:
 
 
 def labelled(name: str) -> tuple[str, str]:
-    """Return the name of a metric's gauge, and its evaluation (empty for training).
+    """Return a metric's gauge name, and its evaluation (empty for training).
 
     >>> labelled("actor/entropy"), labelled("heldout/failed_rows"), labelled("eval/reward/mean"), labelled("reward/my own")
     (('weft_actor_entropy', ''), ('weft_failed_rows', 'heldout'), ('weft_reward_mean', 'eval'), ('weft_reward_my_own', ''))
@@ -71,7 +71,7 @@ def labelled(name: str) -> tuple[str, str]:
 # Ray backend
 
 LOOK_S = 1.0
-"""[s] While workers start, longest wait between two readings of their memory."""
+"""[s] Longest wait between readings of memory while workers start."""
 ADVANCED_TIMEOUT_S = 5.0
 """[s] Longest wait for starting ranks to report progress."""
 CLOSE_TIMEOUT_S = 5.0
@@ -85,12 +85,11 @@ class RayBackend(Backend, Cluster):
 
     Args:
         address: `host:port`, or "auto".
-        wait_s: [s] How long to wait for the pools of a placement while the cluster grows. By
-            default, `RayBackend` waits 30 s, and rejects a placement larger than the cluster at
-            once.
+        wait_s: [s] How long to wait for the pools of a placement while the cluster grows. The
+            default waits 30 s, and rejects at once a placement larger than the cluster.
         working_dir: Folder to send to every node, as the ranks' working directory and import path.
             By default, ranks import from the paths of this process, which all nodes must see. With
-            `ray job submit --working-dir` they do.
+            `ray job submit --working-dir`, they do.
         py_modules: Other package folders to send.
         excludes: Patterns of files not to send, as in a `.gitignore`.
 
@@ -128,7 +127,7 @@ class RayBackend(Backend, Cluster):
 
     def _reset(self) -> None:
         self._node_names: Mapping[str, str] = {}
-        """Ray's id -> name in references, for all nodes of the cluster."""
+        """Ray's id -> name in segment references, for all nodes of the cluster."""
         self._pools = Reservations(self.wait_s)
         self._models = SentFolders({}, "")
         self._processes: dict[tuple[str, int], Process] = {}
@@ -137,7 +136,6 @@ class RayBackend(Backend, Cluster):
         self._starts: Counter[tuple[str, int]] = Counter()
         """(group, rank) -> number of processes started for it."""
         self._unheard: list[tuple[Call, int]] = []
-        """Calls to ranks that have no process."""
         self._streams: dict[Any, tuple[Call, int]] = {}
 
     def __repr__(self) -> str:
@@ -167,11 +165,11 @@ class RayBackend(Backend, Cluster):
             for rank in range(place.ranks):
                 if parts[position(place, rank).node_rank].node:
                     self._start_rank(name, rank)
-        # Ranks of elastic groups are independent, so the coordinates of absent ones are known.
+        # Ranks of elastic groups are independent, so absent ones have known coordinates.
         meshes = {
             name: [Coordinates(dp=r) for r in range(placement[name].ranks)] for name in setup.handles
         }
-        # Groups that share GPUs make their workers one after the other.
+        # Groups that share GPUs make their workers in turn.
         for names in start_turns(placement, setup.follows):
             for (name, rank), standing in sorted(self._wait_for(self._begin(names)).items()):
                 self._links.stands_on[name, rank] = standing.node
@@ -220,7 +218,7 @@ class RayBackend(Backend, Cluster):
                 host = LOOPBACK if len({*addresses}) == 1 else addresses[0]
                 take_port, secret = self._processes[name, 0].actor.take_port, secrets.token_hex(32)
                 meeting[take_port.remote(host, secret, setup.start_timeout_s)] = name, 0
-        rendezvous = self._wait_for(meeting)  # ranks that can be replaced have none
+        rendezvous = self._wait_for(meeting)  # replaceable ranks have none
         return {
             process.actor.begin.remote(
                 rendezvous.get((name, 0)), offload=shares_gpus(setup.placement, name)
@@ -230,8 +228,7 @@ class RayBackend(Backend, Cluster):
         }
 
     def _wait_for(self, promises: Mapping[Any, tuple[str, int]]) -> dict[tuple[str, int], Any]:
-        """Wait for starting ranks, and return (group, rank) -> answer. Progress restarts the
-        timeout.
+        """Wait for ranks to start. Return (group, rank) -> answer. Progress restarts the timeout.
 
         Args:
             promises: Promise of an answer -> (group, rank).
@@ -402,7 +399,7 @@ class RayBackend(Backend, Cluster):
         return events
 
     def _without_streams(self, timeout_s: float) -> list[Event]:
-        """Return failures of calls to ranks without processes, or sleep if there are none."""
+        """Return failures of calls to ranks without processes; sleep if there are none."""
         if not self._unheard:
             time.sleep(timeout_s)
         unheard, self._unheard = self._unheard, []
@@ -413,9 +410,8 @@ class RayBackend(Backend, Cluster):
         time.sleep(seconds)
 
     def _died(self, who: str, error: BaseException) -> str:
-        """Describe a process that died. Quotes the end of its log, which says more than Ray's
-        error."""
-        # The process may have written its log on a machine that does not see the run's directory.
+        """Describe a process that died, with the end of its log."""
+        # The process may have run on a machine that does not see the run's directory.
         self._links.bring_logs()
         log = self._setup.run_dir / LOGS / log_name(who)
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else str(error)
@@ -459,8 +455,7 @@ def _who(group: str, rank: int) -> str:
 
 
 def _cannot_import(error: Exception) -> str | None:
-    """Return an error message if a process died because its node lacks a module that this process
-    has, else None."""
+    """Return a message if a process died for lack of a module that the driver has, else None."""
     lacking = re.search(r"No module named '([\w.]+)'", str(error))
     top = lacking.group(1).partition(".")[0] if lacking else ""
     file = getattr(sys.modules.get(top), "__file__", None)

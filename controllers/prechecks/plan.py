@@ -32,7 +32,7 @@ from .plan_sizes import (
     update_sizes,
 )
 
-# Groups of ranks that share long rows, and their gain over groups of one size.
+# Groups of ranks that share long rows
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,15 @@ class _SequencePlan:
     equal_s: float
     """[s] Time with groups of that size."""
     optimizer_steps: int
-    """Number of optimizer steps of the update. Groups are chosen for each."""
+    """Number of optimizer steps of the update, each with its own groups."""
 
 
 def sequence_plan(
     update: UpdateSizes, sizes: StepSizes, costs: CostModel | None, ranks: int, seed: int = 0
 ) -> _SequencePlan | None:
     """Choose groups for each optimizer step of the replica with the longest row. Return None if the
-    cost is not a `SequenceParallelCost`.
-
-    Raises:
-        UserError: a replica has no room for the longest row.
-    """
+    cost is not a `SequenceParallelCost`. Raises a `UserError` if a replica has no room for the
+    longest row."""
     cost = costs.linear(update.node) if costs is not None else None
     if costs is None or not isinstance(cost, SequenceParallelCost):
         return None
@@ -86,8 +83,7 @@ def sequence_plan(
 
 
 def _lengths(sizes: StepSizes, costs: CostModel, seed: int) -> np.ndarray:
-    """Return the number of tokens of each row: drawn as in a simulation, or else the expected
-    number."""
+    """Return each row's number of tokens: drawn as in a simulation, or else the expected number."""
     for cost in costs.nodes.values():
         if isinstance(cost, Generation):
             each = max(1, sizes.rows // max(1, sizes.prompts))
@@ -97,7 +93,7 @@ def _lengths(sizes: StepSizes, costs: CostModel, seed: int) -> np.ndarray:
     return np.full(sizes.rows, max(1, round(sizes.tokens_a_row)))
 
 
-# Time of a step, from the costs of a simulation, or from costs fitted to an earlier run.
+# Time of a step, from the costs of a simulation or of an earlier run
 
 
 @dataclass(frozen=True)
@@ -106,8 +102,7 @@ class _StepTime:
 
     seconds: float
     nodes: Mapping[str, float]
-    """[s] Time by node, or by group and method outside the graph; empty if only the total is
-    known."""
+    """[s] Time by node, or by group and method outside the graph; empty if unknown."""
     of: str
     """Source of the costs, in words."""
     at_best: bool
@@ -116,7 +111,7 @@ class _StepTime:
 
 def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _StepTime:
     graph, places = spec.graphs[TRAIN], spec.placement
-    # Response lengths vary, so without a simulation only a bound is known.
+    # Response lengths vary, so only a bound is known without a simulation.
     if any(isinstance(cost, Generation) for cost in costs.nodes.values()):
         placed = {n: place for n, place in places.items() if n == FUNCTIONS or n in graph.handles}
         found = bound(costs, graph, placed, prompts_per_step=sizes.prompts, seed=spec.seed)
@@ -131,14 +126,14 @@ def _step_time(spec: RunSpec, sizes: StepSizes, costs: CostModel, of: str) -> _S
         rows = sizes.rows_of_level[level] / replicas
         tokens, steps = rows * sizes.tokens(level), OptimizerSteps.of_node(node)
         nodes[node.name] = costs.linear(node.name).seconds(rows, tokens, steps)
-    # Calls outside the graph. A step makes one of each.
+    # A step makes one of each of these calls outside the graph.
     methods = ("publish_weights", "receive_weights", "onload", "offload")
     beside = (f"{group}.{method}" for group in spec.handles for method in methods)
     nodes |= {name: costs.linear(name).fixed_s for name in beside if name in costs.nodes}
     nodes = {name: seconds for name, seconds in nodes.items() if seconds}
     if isinstance(spec.schedule, Synchronous):
         return _StepTime(sum(nodes.values()), nodes, of, at_best=False)
-    # In other schedules, pools work at the same time, while calls on one pool take turns.
+    # In other schedules, pools work in parallel, while calls on one pool take turns.
     pools: dict[str, float] = {}
     for name, seconds in nodes.items():
         group = name.partition(".")[0]
@@ -188,13 +183,13 @@ class Plan:
         away = 0
         for turns in self._turns.values():
             moves = [group.ranks * group.moves for group in turns]
-            # Most tensors are away while the smallest group has its turn.
+            # Most tensors are on the host while the smallest group has its turn.
             away += sum(moves) - min(moves)
         return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
 
     @property
     def device_bytes(self) -> Mapping[str, int]:
-        """Pool with GPUs -> upper bound on the bytes on each GPU: those of its largest group."""
+        """Pool with GPUs -> upper bound on the bytes on each GPU, those of its largest group."""
         found: dict[str, int] = {}
         for pool, turns in self._turns.items():
             gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
@@ -217,8 +212,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """Maximum number of checkpoints on disk: those kept, the one being written, and the best
-        one."""
+        """Most checkpoints on disk at once: those kept, the one being written, and the best one."""
         config = self.spec.checkpoint
         return config.keep + 1 + (config.best is not None) if config.writes else 0
 
@@ -236,12 +230,8 @@ class Plan:
 
 def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
     """Plan a run. If `like` is the directory of an earlier run, estimate times from that run's
-    calls.
-
-    Raises:
-        UserError: the earlier run has no timeline.
-    """
-    # Planning imports torch, so look first whether the script has imported it.
+    calls. Raises a `UserError` if that run has no timeline."""
+    # Planning imports torch, so look first whether the script has.
     driver = driver_bytes(in_process=spec.backend.in_process)
     train, machine = spec.graphs[TRAIN], this_machine()
     sizes = step_sizes(train, spec.schedule.prompts_per_step)
@@ -274,7 +264,7 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
 
 
 def this_machine() -> _Machine:
-    """Return the resources of this machine, with the GPUs of the machine to plan for."""
+    """Return this machine's resources, with the GPUs of the machine to plan for."""
     memory = node_memory()
     total, used = (memory.limit_bytes, memory.used_bytes) if memory else (0, 0)
     gpus, gpu_bytes = machine_gpus(), 0

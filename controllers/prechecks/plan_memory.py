@@ -1,4 +1,4 @@
-"""Memory of each group and rank of a run, from settings, model files, and a pass with fake
+"""Memory of each group and rank of a run, from settings, model files, and a pass on fake
 tensors."""
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 
 # Resident memory of a process without tensors: the interpreter, torch, transformers, vLLM.
 #
-# Measured, not computed: `resident_bytes` of each group in runs of the examples (docs/metrics.md),
-# minus the memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers
-# 5.19, vLLM 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Mapped files
-# that processes share, mostly libraries, are counted in each process. torch for CUDA takes more.
+# Measured: `resident_bytes` of each group in runs of the examples (docs/metrics.md), minus the
+# memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers 5.19, vLLM
+# 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Each process counts
+# mapped files, mostly libraries, that it shares with others. torch for CUDA takes more.
 
 TRAINING = 600 * MIB
 """A rank with a training engine, or one that only computes log-probabilities."""
@@ -43,14 +43,12 @@ ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
-"""A rank without torch: rewards, samples, other functions. It starts at 140 MiB and grows with
-rows."""
+"""A rank without torch: rewards, samples, other functions. Grows with rows, from 140 MiB."""
 DRIVER = 240 * MIB
-"""The driver, with Ray."""
 TORCH = 405 * MIB
 """Extra memory of a driver whose script has imported torch, for example to prepare a model."""
 ONE_PROCESS = 540 * MIB
-"""Driver and all groups together, under `Local`, without Ray."""
+"""Driver and all groups together, under `Local`."""
 HELD_FREE = 0.15
 """Heap overhead on a CPU, as a share of the memory that a pass allocates and frees. Two FSDP2 ranks
 of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
@@ -72,7 +70,7 @@ def driver_bytes(*, in_process: bool) -> int:
     return ONE_PROCESS if in_process else DRIVER + TORCH * ("torch" in sys.modules)
 
 
-# Memory of a group.
+# Memory of a group
 
 REST = "at rest"
 CACHE = "key/value cache"
@@ -80,13 +78,10 @@ CACHE = "key/value cache"
 
 @dataclass(frozen=True)
 class _StageMemory:
-    """Memory of each rank of a pipeline stage."""
-
     layers: int
     """Number of the model's layers on this stage."""
     in_flight: float
-    """Number of microbatches whose activations are kept at once. With chunks, this can be a
-    fraction."""
+    """Number of microbatches whose activations the stage keeps; a fraction with chunks."""
     made: TrainingMemory
     activations: int
     """[bytes] Activations of all microbatches in flight."""
@@ -113,14 +108,12 @@ def stage_memory(
     lora: Lora | None,
     saves: bool,
 ) -> tuple[_StageMemory, ...]:
-    """Return the memory of a rank of each pipeline stage. Layers are divided evenly among the
-    stages, and a stage's memory among its ranks.
+    """Return the memory of a rank of each pipeline stage. Divides layers evenly among the stages,
+    and a stage's memory among its ranks.
 
     Args:
         activations: bytes of one microbatch's activations in the whole model, including logits.
-            They are divided evenly among its layers.
-        trains: whether the group is updated; otherwise a stage keeps the activations of one
-            microbatch.
+        trains: whether the group is updated. Otherwise, a stage keeps one microbatch's activations.
     """
     number = config.pipeline_parallel
     schedule = schedule_of(config, passes, chunks)
@@ -142,12 +135,11 @@ class GroupMemory:
     ranks: int
     pool: str
     on_gpu: bool
-    """Whether its tensors are on a GPU, except for those listed in `on_host`."""
+    """Whether its tensors are on a GPU, except for those in `on_host`."""
     libraries: int
     """Host memory of a rank before it holds a tensor, or 0 if it is not a separate process."""
     phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Phase ("at rest", "generate", ...) -> name of a part -> bytes. All other phases add to the
-    memory at rest."""
+    """Phase ("at rest", "generate", ...) -> part -> bytes. Other phases add to "at rest"."""
     on_host: Mapping[str, int] = field(default_factory=dict)
     """Name of a part -> bytes of tensors that are always in host memory, from the first step on."""
     checkpoint: int = 0
@@ -155,12 +147,11 @@ class GroupMemory:
     stages: tuple[_StageMemory, ...] = ()
     """Stages of a pipeline. `phases` describes the largest one."""
     unknown: str = ""
-    """Reason why some of its memory is unknown."""
+    """Why some of its memory is unknown."""
 
     @property
     def moves(self) -> int:
-        """Bytes of a rank that move to the host during another group's turn. A key/value cache is
-        dropped."""
+        """Bytes of a rank that move to the host during another group's turn, without the cache."""
         return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
@@ -171,12 +162,10 @@ class GroupMemory:
 
     @property
     def host(self) -> int:
-        """Upper bound on a rank's host memory."""
         return self.libraries + sum(self.on_host.values()) + (0 if self.on_gpu else self.peak)
 
     @property
     def device(self) -> int:
-        """Upper bound on a rank's GPU memory."""
         return self.peak if self.on_gpu else 0
 
 
@@ -189,14 +178,8 @@ def group_memory(
     gpu_bytes: int,
     chunks: int = 1,
 ) -> GroupMemory:
-    """Return the memory of a group.
-
-    Args:
-        gpu_bytes: memory of a GPU of this machine, or 0 without GPUs.
-
-    Raises:
-        UserError: the files of its model are damaged, or do not fit its settings.
-    """
+    """Return the memory of a group. `gpu_bytes` is the memory of a GPU, or 0 without GPUs. Raises a
+    `UserError` if its model's files are damaged, or do not fit its settings."""
     config: Any = handle.config
     alone = spec.backend.in_process
     functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
@@ -204,7 +187,7 @@ def group_memory(
     ranks = 1 if alone else place.ranks
     known = GroupMemory(name, ranks, place.pool.name, bool(place.pool.gpus), libraries)
     if getattr(config, "model", None) is None:
-        # A worker without a model holds no tensors that need planning.
+        # A worker without a model holds no tensors to plan for.
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
@@ -280,7 +263,6 @@ def placed(
 def with_activations(
     in_pass: Mapping[str, int], activations: int, made: TrainingMemory
 ) -> dict[str, int]:
-    """Return the extra bytes in a pass, including its activations."""
     gathered = made.exchanged_beside(activations)
     return {**in_pass, "gathered gradients": gathered, "activations": activations}
 
@@ -314,7 +296,7 @@ def _activations(
     found //= getattr(config, "sequence_parallel", 1)
     if not trains or lora is not None:
         return found
-    # `found` counts complete gradients as they appear; a rank's own gradients are counted separately.
+    # `found` counts complete gradients, but a rank's own gradients are counted separately.
     return max(0, found - 4 * size.parameters)
 
 

@@ -1,5 +1,4 @@
-"""Sizes of a step: rows, tokens, microbatches, bytes of its samples, and the pipelines of
-updates."""
+"""Sizes of a step: rows, tokens, microbatches, bytes of its samples, and update pipelines."""
 
 from __future__ import annotations
 
@@ -39,8 +38,6 @@ from ..simulation.costs import CostModel
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """Sizes of an update's work in a step."""
-
     node: str
     rows: int
     replicas: int
@@ -69,14 +66,12 @@ class StepSizes:
     prompt_tokens: float
     """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Number of tokens of a response: the sampling limit, or the mean of responses in the data; 0
-    without either."""
+    """Tokens of a response: the sampling limit, or the mean length in the data, or 0."""
     sampled: bool
-    """Whether responses are sampled."""
 
     @property
     def rows(self) -> int:
-        """Number of rows on the last level, which the model is trained on."""
+        """Number of rows on the last level, which the model trains on."""
         return list(self.rows_of_level.values())[-1]
 
     @property
@@ -84,7 +79,6 @@ class StepSizes:
         return self.prompt_tokens + self.response_tokens
 
     def tokens(self, level: int) -> float:
-        """Return the number of tokens of a row on a level."""
         return self.prompt_tokens if level == SOURCE else self.tokens_a_row
 
 
@@ -149,8 +143,7 @@ def sample_bytes(graph: Graph, sizes: StepSizes) -> int:
 
 
 def _mean(graph: Graph, column: str) -> float:
-    """Return the mean length of a source column: items of a list, or characters of a text; 0
-    without the column."""
+    """Return a source column's mean number of items or characters; 0 without the column."""
     if column not in graph.source.columns or not len(graph.source.table):
         return 0.0
     values = graph.source.table.select([column])
@@ -159,13 +152,11 @@ def _mean(graph: Graph, column: str) -> float:
     return float(np.mean(Batch.of_table(values).lengths(column)))
 
 
-# The pipelines of updates.
+# The pipelines of updates
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The pipeline schedule of an update."""
-
     node: str
     stages: int
     chunks: int
@@ -174,13 +165,11 @@ class PipelinePlan:
     bubble: float
     """Idle time of a stage, divided by its compute time."""
     played: bool
-    """Whether the costs are known. Otherwise all passes cost the same, and transfers cost
-    nothing."""
+    """Whether the costs are known. Otherwise, all passes cost the same, and transfers are free."""
 
 
 def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> PipelineSchedule:
-    """Return the schedule of an optimizer step. An interleaved schedule is padded to whole
-    rounds."""
+    """Return the schedule of an optimizer step. Pads an interleaved schedule to whole rounds."""
     stages = config.pipeline_parallel
     number = max(1, passes.microbatches_per_replica // max(1, passes.optimizer_steps))
     return interleaved(stages, number if chunks == 1 else -(-number // stages) * stages, chunks)
@@ -189,11 +178,8 @@ def schedule_of(config: ModelConfig, passes: UpdateSizes, chunks: int) -> Pipeli
 def pipeline_plan(
     config: ModelConfig, passes: UpdateSizes, costs: CostModel | None
 ) -> PipelinePlan | None:
-    """Return the pipeline schedule of an update, or None if its group is not a pipeline.
-
-    Raises:
-        UserError: the update's cost has a different number of stages.
-    """
+    """Return the pipeline schedule of an update, or None if its group is not a pipeline. Raises a
+    `UserError` if the update's cost has a different number of stages."""
     cost = costs.pipeline(passes.node, config) if costs is not None else None
     if config.pipeline_parallel == 1:
         return None

@@ -1,8 +1,8 @@
 """Changed settings: differences between a resumed run and the run that wrote the checkpoint.
 
 Each setting has one of three rules. Its class lists "free" settings, which do not affect the
-results, and "fixed" settings, which the state in the checkpoint depends on. The run reports changes
-of all other settings in its first lines.
+results, and "fixed" settings, on which the state in the checkpoint depends. The run reports changes
+of all others in its first lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMOVED = {
     "function.opened": ("False",),
     "schedule.short_steps": ("'train'",),
 }
-"""End of the name of a setting of older versions that affects results -> its defaults, as text."""
+"""End of the name of an old setting that affects results -> its defaults, as text."""
 REWRITTEN = {
     r", settings=\{\}": "",
     r", opened=False": "",
@@ -44,7 +44,7 @@ REWRITTEN = {
     r"(cap=[^,()]+, floor=[^,()]+), (level='\w+')": r"\2, \1",
     r"low=([^,()]+), high=([^,()]+), (level='\w+')": r"\3, keep=(\1, \2)",
 }
-"""Pattern in the text of a list of older versions -> its replacement."""
+"""Pattern in the text of an old list -> its replacement."""
 
 
 def recorded_settings(
@@ -71,8 +71,8 @@ def changes(
 ) -> list[str]:
     """Return the changed settings under a rule, as "NAME was X, is Y".
 
-    A setting that only one side has is compared with the closest enclosing setting of the other
-    side, which may be None. If there is no such setting, it is left out.
+    If only one side has a setting, compares it with the closest enclosing setting of the other
+    side, which may be None. Leaves it out if there is none.
     """
     found: list[str] = []
     for name in dict.fromkeys([*before, *now]):
@@ -86,8 +86,7 @@ def changes(
 
 
 def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a checkpoint, with older settings under their current
-    names."""
+    """Return the settings of a checkpoint, with older settings under their current names."""
     found = dict(before)
     for name, text in before.items():
         if text.startswith("["):
@@ -112,8 +111,7 @@ def with_present_names(before: Mapping[str, str], now: Mapping[str, str]) -> dic
 
 
 def removed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting of an older version that no longer exists and did not have its
-    default value."""
+    """Return a line for each setting that no longer exists and was not at its default."""
     return [
         f"{name} was {_short(text)}, and is no longer a setting"
         for name, text in before.items()
@@ -168,8 +166,7 @@ def _value(settings: Mapping[str, str], name: str) -> tuple[str | None, str]:
 
 
 def _identity(graph: Graph) -> str:
-    """Return a checksum of a source's rows, without floats, whose last bits may vary between
-    machines."""
+    """Return a checksum of a source's rows, without floats, which may vary between machines."""
     source: Source = graph.source
     kept = [field.name for field in source.table.schema if not _has_floats(field.type)]
     return fingerprint(TableSource(source.name, source.table.select(kept)))

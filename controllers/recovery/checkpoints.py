@@ -5,7 +5,7 @@
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files
 
-`saving.py` writes them, and `resume.py` resumes from one.
+`saving.py` writes checkpoints, and `resume.py` resumes from one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
 
-# The state of the driver at a checkpoint, stored with the states of the worker groups. Rows in
-# flight are in the buffer; the checkpoint only has a position in the buffer's log. Resuming loads
-# the models, and takes the log back to that position.
+# The driver's state at a checkpoint. Rows in flight stay in the buffer; the checkpoint has a
+# position in the buffer's log. Resuming loads the models, and takes the log back to that position.
 
 
 RUN = "run.json"
@@ -60,8 +59,7 @@ class RunState:
     stopped: bool = False
     """Whether the run was stopped before the end of its schedule."""
     cursor: Cursor = field(default_factory=Cursor)
-    """Place in the training data. This and the next two fields are enough to resume without the
-    log."""
+    """Place in the training data. With the next two fields, enough to resume without the log."""
     next_id: int = 0
     """First free sample id."""
     next_group: int = 0
@@ -71,8 +69,7 @@ class RunState:
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """Read the state from the folder of a checkpoint, which may be from an older version of
-        Weft."""
+        """Read the state from a checkpoint's folder, even of an older version of Weft."""
         fields = read_json(folder / RUN)
         cursor = fields.get("cursor", {"issued": 0, "again": ()})
         read = {
@@ -97,25 +94,24 @@ class CheckpointConfig(Config):
 
     every: int = Field(default=0, ge=0)
     """[steps] Write a checkpoint after every n-th step, and after the last one. 0 disables this
-    interval, but `every_s` and `best` still write checkpoints. Lower it to lose less work in a
-    crash; raise it if `checkpoint_pause_s` is large."""
+    interval, but not `every_s` and `best`. Lower it to lose less work in a crash; raise it if
+    `checkpoint_pause_s` is large."""
     every_s: float | None = Field(default=None, gt=0)
     """[s] Time between checkpoints. Weft writes each at the end of the current step, and one after
-    the last step. None disables this interval. If `every` is set too, whichever comes first
-    triggers a checkpoint. Set it if step times vary a lot."""
+    the last step. None disables this interval. With `every`, whichever comes first triggers a
+    checkpoint. Set it if step times vary a lot."""
     keep: int = Field(default=2, ge=1)
     """[checkpoints] Number of latest checkpoints to keep. Raise it to be able to resume from
     earlier steps; lower it on a small disk."""
     best: str | None = None
-    """Metric that selects the best checkpoint, such as "eval/pass@1". Weft keeps this checkpoint in
-    addition to the `keep` latest. The largest value wins. Put "-" before the name to select the
-    smallest. Each step with this evaluation gets a checkpoint, in addition to `every` and
-    `every_s`. Set it if the last model need not be the best."""
+    """Metric, such as "eval/pass@1", of the best checkpoint, which Weft keeps in addition to the
+    `keep` latest. The largest value wins; put "-" before the name to select the smallest. Each step
+    with this evaluation also gets a checkpoint. Set it if the last model need not be the best."""
     copy_to: str | None = None
     """Path, or address such as "s3://bucket/runs" or "gs://bucket/runs". Weft copies each
-    checkpoint in the background to a subfolder with the run's name. The copy has everything needed
-    to resume on another machine. `resume="latest"` looks there if the run has no checkpoint in
-    `root`. Credentials come from the environment. Set it if a machine and its disk can be lost."""
+    checkpoint in the background to a subfolder with the run's name, from which the run can resume
+    on another machine. `resume="latest"` looks there if the run has no checkpoint in `root`.
+    Credentials come from the environment. Set it if a machine and its disk can be lost."""
 
     @property
     def writes(self) -> bool:
@@ -141,8 +137,8 @@ def has_state(handle: Handle) -> bool:
 
 
 class CheckpointFolder:
-    """The folder `checkpoints/` of one run. `on_complete` is called on another thread with the step
-    of each checkpoint that is complete."""
+    """The folder `checkpoints/` of one run. Calls `on_complete`, on another thread, with the step
+    of each complete checkpoint."""
 
     def __init__(
         self,
@@ -160,17 +156,13 @@ class CheckpointFolder:
         return self.path / f"step_{step:06d}"
 
     def unfinished(self, step: int) -> Path:
-        """Return the path of a step's unfinished checkpoint, which is unique to this start of the
-        run."""
+        """Return the path of a step's unfinished checkpoint, unique to this start of the run."""
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
     def make_unfinished(self, state: RunState) -> Path:
-        """Make the folder of an unfinished checkpoint, with the driver's state.
-
-        Raises:
-            OSError: A write failed, for example because the disk is full. The caller may try again.
-        """
+        """Make the folder of an unfinished checkpoint, with the driver's state. Raises OSError if a
+        write failed, for example on a full disk; the caller may try again."""
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
         make_folder(self.path)
@@ -188,7 +180,7 @@ class CheckpointFolder:
         """
         path, unfinished = self.path_of(step), self.unfinished(step)
         write_manifest(unfinished, advance=advance)
-        # Another driver may have taken over the run while the files were read.
+        # Another driver may have taken over the run meanwhile.
         self._run.check(sure=True)
         replaced = path.with_name(f"{REPLACED}{path.name}")
         if path.exists():  # the run was ended twice within this step
@@ -206,8 +198,7 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def sizes(self, step: int) -> dict[Path, int]:
-        """Return path -> size [bytes] of the files of an unfinished checkpoint; empty while the
-        checkpoint is renamed."""
+        """Return path -> size [bytes] of an unfinished checkpoint's files; empty while renaming."""
         with suppress(OSError):
             return {p: p.stat().st_size for p in self.unfinished(step).rglob("*") if p.is_file()}
         return {}
@@ -223,8 +214,8 @@ class CheckpointFolder:
         return found
 
     def forget_after(self, step: int) -> list[Path]:
-        """Move checkpoints of later steps to `checkpoints.later`, remove unfinished ones, and
-        return the new paths.
+        """Move later checkpoints to `checkpoints.later`, remove unfinished ones, and return the new
+        paths.
 
         A moved checkpoint stays until the run has written its step again, so that a resume by
         mistake loses nothing.
@@ -265,7 +256,6 @@ class CheckpointFolder:
                 _remove(path)
 
     def best(self, values: Values) -> _BestCheckpoint | None:
-        """Return the best complete checkpoint, or None."""
         if not self._config.best:
             return None
         name = self._config.best.removeprefix("-")

@@ -1,10 +1,10 @@
-"""Copies: copies checkpoints to a second location (`CheckpointConfig.copy_to`) in the background.
+"""Copy checkpoints to a second location (`CheckpointConfig.copy_to`) in the background.
 
     complete ─queue─> waiting ──> being copied ──> copied
                          ^            │ failed: reported, and retried after a pause
                          └────────────┘ (dropped when a later checkpoint waits)
 
-Training never waits for a copy. At its end, a run waits at most END_S for the last copy.
+Training never waits for a copy. An ending run waits at most END_S for the last copy.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ...dataflow.runs.log_archive import HISTORY, header, part_before
 from ...dataflow.runs.manifest import MANIFEST, describe, verify_manifest
 from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_checkpoints, step_of
 
-# The copy of a run, with everything needed to resume it elsewhere, at any address that pyarrow supports
-# (s3://, gs://, another disk).
+# The copy of a run has everything needed to resume the run elsewhere, at any address that pyarrow
+# supports (s3://, gs://, another disk).
 #
 #     ADDRESS/NAME/checkpoints/step_000012/...      as in the run's directory; the manifest comes last
 #     ADDRESS/NAME/buffer/ledger-*.checkpoint       the state of the ledgers at that step
@@ -50,11 +50,11 @@ from .checkpoints import CheckpointConfig, RunState, complete_checkpoints, has_c
 #     ADDRESS/NAME/samples/*, metrics.arrows, ...   samples, metrics, timeline
 #     ADDRESS/NAME/copied.json                      checksums of the copied samples and log parts
 #
-# Weft first removes the manifests of checkpoints that no longer belong to the run: the run may have gone
-# back to an earlier step, or another run may have had its name. Then it writes the files whose checksums
-# differ from the copy's, and removes extra files from the copy.
+# Weft first removes the manifests of checkpoints that no longer belong to the run: the run may have
+# gone back to an earlier step, or another run may have had its name. Then it writes the files whose
+# checksums differ from the copy's, and removes extra files from the copy.
 #
-# Columns of rows are not copied. A run resumed from a copy issues the groups in flight again.
+# Weft does not copy row data. A run resumed from a copy issues the groups in flight again.
 
 CHUNK_BYTES = 8 << 20
 TABLES = (CONFIG, f"{METRICS}{STREAM}", f"{TIMELINE}{STREAM}")
@@ -63,12 +63,7 @@ FAILURES = (OSError, pa.ArrowException)
 
 
 class _RemoteRun:
-    """The copy of one run.
-
-    Args:
-        base: Folder of the copy on the file system `files`.
-        address: The address of the copy, for messages.
-    """
+    """The copy of one run, in the folder `base` of `files`. `address` is for messages."""
 
     def __init__(self, files: pf.FileSystem, base: str, address: str) -> None:
         self._files, self._address = pf.SubTreeFileSystem(base, files), address
@@ -84,7 +79,7 @@ class _RemoteRun:
             files, base = pf.FileSystem.from_uri(given)
         except (*FAILURES, RuntimeError) as error:  # RuntimeError: the user has no home folder
             raise UserError(f"CheckpointConfig.copy_to={address!r} cannot be used: {error}") from None
-        # Object stores refuse two slashes in a row.
+        # Object stores reject two slashes in a row.
         return cls(files, str(PurePosixPath(base, name)), f"{address.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
@@ -98,13 +93,12 @@ class _RemoteRun:
         return sorted((step_of(Path(name)) for name in complete), reverse=True)
 
     def has(self, run: Path, step: int) -> bool:
-        """Return whether the copy has a complete checkpoint of a step, and it is this run's."""
+        """Return whether the copy has this run's complete checkpoint of a step."""
         name = f"{_folder_of(step)}/{MANIFEST}"
         return step in self.steps() and self._read_whole(name) == (run / name).read_bytes()
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Return name -> size [bytes] of the files in a folder; empty if the folder does not
-        exist."""
+        """Return name -> size [bytes] of the files in a folder, which need not exist."""
         selector = pf.FileSelector(folder, allow_not_found=True)
         return {info.base_name: info.size for info in self._files.get_file_info(selector)}
 
@@ -124,8 +118,8 @@ class _RemoteRun:
         """Copy the checkpoint of a step, with log and samples. Return the number of bytes written.
 
         Args:
-            went_back_to: Step that the run resumed after, if nothing was copied since then. Copies
-                of later steps are outdated.
+            went_back_to: Step after which the run resumed, if nothing was copied since. Copies of
+                later steps are outdated.
 
         Raises:
             OSError, pyarrow.ArrowException: A write failed, or the checkpoint was removed.
@@ -143,8 +137,7 @@ class _RemoteRun:
         inside = [p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST]
         keep = {_name(run, path) for path in (*samples, *parts, *inside)}
         if tail is not None:
-            # Tails that were copied with earlier checkpoints are removed, because the parts contain
-            # their records by now.
+            # The parts now contain the records of earlier copied tails, so remove these tails.
             name = f"{BUFFER}/{HISTORY}/{tail[0]}"
             written += self._write(name, tail[1])
             keep.add(name)
@@ -188,8 +181,7 @@ class _RemoteRun:
         }
         copied = self._copied()
         new = [n for n, one in described.items() if copied.get(n) != one or sizes.get(n) != one["bytes"]]
-        # Forget the checksums of these files first: if this copy is interrupted, the files may no
-        # longer match them.
+        # Forget the checksums of these files first: an interrupted copy may not match them.
         if copied.keys() & {*new}:
             copied = {name: one for name, one in copied.items() if name not in new}
             self._note_copied(copied)
@@ -199,7 +191,7 @@ class _RemoteRun:
         return written
 
     def _describe(self, path: Path) -> Mapping[str, Any]:
-        """Return the size and checksum of a local file. The file is read only if it has changed."""
+        """Return the size and checksum of a local file. Reads it only if it has changed."""
         found = path.stat()
         at = found.st_size, found.st_mtime_ns
         if self._described.get(path, (None,))[0] != at:
@@ -242,8 +234,8 @@ class _RemoteRun:
         """Create the directory of a run from its latest intact copy.
 
         Args:
-            run: The directory. Its current content is removed.
-            tell_damage: Receives a line about each damaged copy that was skipped.
+            run: The directory, whose current content is removed.
+            tell_damage: Receives a line about each damaged copy.
 
         Returns:
             The step of the fetched checkpoint, or None if every copy is damaged.
@@ -286,8 +278,7 @@ def _name(run: Path, path: Path) -> str:
 
 
 def check_address(address: str) -> None:
-    """Raise `UserError` if an address is invalid or contains a password. The message does not show
-    the password."""
+    """Raise `UserError` if an address is invalid, or contains a password, which is not shown."""
     if not address.strip():
         raise UserError(
             "CheckpointConfig.copy_to is empty; give an address such as s3://bucket/runs, or a path"
@@ -313,18 +304,17 @@ def check_address(address: str) -> None:
 # Copies
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-"""[s] First and longest pause before a failed copy is retried. Each pause doubles."""
+"""[s] First and longest pause before the retry of a failed copy. Each pause doubles."""
 END_S = 600.0
 """[s] Longest wait for the copy of the last checkpoint when a run ends."""
 LEAVE_S = 60.0
 """[s] Longest wait for that copy when a run was asked to end."""
 SAY_S = 30.0
-"""[s] Time between two messages about the wait."""
+"""[s] Interval between messages about the wait."""
 
 
 class Copies:
-    """Copies the checkpoints of a run in a thread, one at a time; always the latest one that
-    waits."""
+    """Copies the checkpoints of a run in a thread, one at a time: always the latest that waits."""
 
     def __init__(
         self, run: Path, remote: _RemoteRun | None, *, first_pause_s: float = FIRST_PAUSE_S
@@ -333,8 +323,7 @@ class Copies:
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._went_back_to: int | None = None
-        """Step that the run resumed after, until the first copy. Copies of later steps are
-        outdated."""
+        """Step after which the run resumed, until the first copy. Later copies are outdated."""
         self._busy = False
         self._closing = False
         self._notes: list[str] = []
@@ -374,8 +363,7 @@ class Copies:
         say: Callable[[str], None] = lambda line: None,
         say_s: float = SAY_S,
     ) -> None:
-        """Wait up to `timeout_s` for pending copies, and end the thread. `say` receives a line
-        about the wait every `say_s`."""
+        """Wait up to `timeout_s` for pending copies, and end the thread. `say` reports the wait."""
         end = time.monotonic() + timeout_s
         while not (done := self._is_done(min(say_s, max(0.0, end - time.monotonic())))):
             left_s = end - time.monotonic()
@@ -417,7 +405,7 @@ class Copies:
                         self._waiting = step
                 self._changed.notify_all()
                 if failure:
-                    failed = (None, step)  # a later checkpoint ends the pause, since its copy may work
+                    failed = (None, step)  # a later checkpoint ends the pause
                     self._changed.wait_for(
                         lambda known=failed: self._closing or self._waiting not in known, pause_s
                     )
@@ -438,7 +426,7 @@ class Copies:
         notes = [f"checkpoint of step {step} was copied to {remote} ({size:.1f} MB, {seconds:.1f} s)"]
         try:
             remote.prune(self._run)
-        except Exception as error:  # it is tried again after the next copy
+        except Exception as error:  # the next copy tries again
             notes.append(
                 f"old checkpoints could not be removed from {remote} for now: {_in_a_line(error)}"
             )
@@ -456,7 +444,7 @@ def _in_a_line(error: Exception) -> str:
 #
 # runs/NAME/.fetched       the fetched files, until the checkpoint is known to be intact
 # runs/NAME.begun-1        the earlier content of the directory, moved only then
-# runs/NAME                the fetched run. Checkpoints come last, so an interrupted fetch starts over
+# runs/NAME                the fetched run; checkpoints come last, so an interrupted fetch restarts
 
 
 _FETCHED = ".fetched"
@@ -464,7 +452,7 @@ _FETCHED = ".fetched"
 
 def fetch_run(resume: str | Path, root: Path, name: str | None, address: str) -> str:
     """Fetch a run from its copy, if it is to be resumed and has no checkpoint here. Return a
-    message for the user, or an empty string if nothing was fetched.
+    message for the user, or "" if nothing was fetched.
 
     Raises:
         UserError: Another driver holds the run, the copy cannot be read, or a new run would replace
@@ -501,7 +489,7 @@ def _fetch(remote: _RemoteRun, run: Path) -> str:
         step = remote.fetch(fetched, damage.append)
         if step is None:
             raise UserError(f"no copy of the run at {remote} is intact: {'; '.join(damage)}")
-        # The fetch may have taken long enough for another driver to take over the run.
+        # Another driver may have taken over the run during the fetch.
         lock.check(sure=True)
         before = [path for path in run.iterdir() if path.name not in (LOCK, _FETCHED)]
         if before:

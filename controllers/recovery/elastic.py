@@ -4,11 +4,11 @@
       ^                        │                        │
       └────────────────────────┴─process or node ends───┘
 
-- The rows of a rank that leaves go back to the ledger (`failures.py`). The rank joins again when
-  there is room, for example on spot instances.
-- The run continues with the ranks that are up. Below `min_ranks` it waits for more, with a
+- The rows of a leaving rank go back to the ledger (`failures.py`). The rank joins again when there
+  is room, for example on spot instances.
+- The run continues with the ranks that are up. Below `min_ranks`, it waits for more, with a
   deadline.
-- A rank that failed to start is retried after a pause, which doubles each time.
+- Weft retries a failed start after a pause, which doubles each time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from ..backends.backend import Backend
 from ..group import WorkerGroup
 
 LOOK_S = 1.0
-"""[s] Time between two checks for room in the cluster."""
+"""[s] Interval between checks for room in the cluster."""
 PAUSE_S = (1.0, 60.0)
-"""[s] First and longest pause before a rank that failed to start is retried."""
+"""[s] First and longest pause before the retry of a failed start."""
 
 
 class Elastic:
-    """Chooses absent ranks to start, and ends a run if a group has had too few ranks for too
-    long."""
+    """Chooses absent ranks to start. Ends a run if a group has too few ranks for too long."""
 
     def __init__(
         self,
@@ -48,20 +47,16 @@ class Elastic:
         """(group, rank) -> number of starts since the rank was last up."""
         self._tried: dict[tuple[str, int], float] = {}
         self._short_since: dict[str, float] = {}
-        """Group with too few ranks -> time when it was first seen with too few."""
+        """Group with too few ranks -> time when this was first seen."""
 
     @property
     def waits(self) -> bool:
         return any(_is_short(group) for group in self._groups)
 
     def ranks_to_start(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Yield absent ranks that now fit on the cluster; check at most once every LOOK_S. The
-        caller must start each rank before it takes the next.
-
-        Raises:
-            DeadlineError: A group has had too few ranks for too long. The message names the missing
-                ranks.
-        """
+        """Yield absent ranks that now fit on the cluster, at most once every LOOK_S. The caller
+        must start each before it takes the next. Raises a `DeadlineError` that names the missing
+        ranks, if a group has had too few for too long."""
         now = self._backend.clock()
         if self._cluster is None or not self._groups or now - self._looked < LOOK_S:
             return

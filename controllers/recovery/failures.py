@@ -1,13 +1,12 @@
-"""Failure handling: requeue, replace, or restart when a rank fails, stops responding or loses its
-node.
+"""Failure handling: requeue, replace, or restart when a rank fails, hangs or loses its node.
 
-- Stateless groups (`replaceable`): unfinished rows go back to the ledger. A dead or silent process
-  is replaced, and receives the current weights. A sample that fails for the third time is dropped
-  with its reason. The run ends if more than the share `max_failed` of samples is dropped.
-- Ranks of elastic groups are not replaced: they leave the group, and join it again when there is
-  room (`elastic.py`).
-- Lost nodes: their ranks are replaced on other nodes. Groups whose rows were only on lost nodes are
-  issued again.
+- Stateless groups (`replaceable`): unfinished rows go back to the ledger. The driver replaces a
+  dead or silent process, which receives the current weights. It drops a sample that fails for the
+  third time. The run ends if more than the share `max_failed` of samples is dropped.
+- Ranks of elastic groups leave their group instead, and join again when there is room
+  (`elastic.py`).
+- Lost nodes: the driver replaces their ranks on other nodes. It issues groups again if their rows
+  were only on lost nodes.
 - Other groups, such as actors: the driver restarts the run from its last checkpoint, at most
   `MAX_RESTARTS` times (`controllers/driver.py`).
 """
@@ -31,7 +30,7 @@ from ..weight_sync import WeightSync
 from .elastic import Elastic
 from .full_disk import FullDisk
 
-# Error messages for unresponsive ranks: rank, node, rows, and stacks of their processes.
+# Error messages for unresponsive ranks: rank, node, rows, and stacks of their processes
 
 
 MOST_RANKS = 64
@@ -61,7 +60,7 @@ def _who_is_silent(
 
 
 def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
-    """Return the stack traces of ranks, with equal traces listed once; empty if unknown."""
+    """Return the stack traces of ranks, equal ones listed once; empty if unknown."""
     found = backend.stacks(group, ranks[:MOST_RANKS])
     at: dict[str, list[int]] = {}
     for rank in ranks[:MOST_RANKS]:
@@ -75,13 +74,12 @@ def _stacks(backend: Backend, group: WorkerGroup, ranks: Sequence[int]) -> str:
 # Failures
 
 MAX_FAILURES = 3
-"""A sample is dropped after this number of failures. If a call without rows fails this often, the
-run ends."""
+"""Failures after which a sample is dropped, or a call without rows ends the run."""
 FEWEST_ROWS = 100
 """[rows] Lower bound on the denominator of the share of failed rows, so that a few early failures
 do not end a run."""
 LOOK_S = 1.0
-"""[s] Time between two checks for silent ranks."""
+"""[s] Interval between checks for silent ranks."""
 
 
 @dataclass
@@ -93,7 +91,7 @@ class FailureCounts:
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(graph, node) -> number of rows that succeeded."""
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(graph, node) -> number of rows that were dropped because the node failed on them."""
+    """(graph, node) -> number of rows dropped because the node failed on them."""
     replaced: int = 0
     requeued: int = 0
 
@@ -128,7 +126,7 @@ class Failures:
         self._start_timeout_s = start_timeout_s
         self._call_timeout_s = call_timeout_s
         self._returned: Counter[Call] = Counter()
-        """Running call -> number of its rows that were requeued."""
+        """Running call -> number of its requeued rows."""
         self._heard: dict[tuple[str, int], float] = {}
         """(group, rank) -> time of its last reply, or of a call while it was idle."""
         self._all_heard = -math.inf
@@ -139,23 +137,21 @@ class Failures:
         self._lost_nodes: set[str] = set()
         """Lost nodes that were handled without a failed call."""
         self._said: set[str] = set()
-        """Lost nodes that the user was told of."""
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether an elastic group waits for more ranks. If so, a run without progress is not
-        stalled."""
+        """Whether an elastic group waits for more ranks, so that the run is not stalled."""
         return self._elastic.waits
 
     def take_lost(self) -> bool:
-        """Return whether a rank was lost since the last call of this method."""
+        """Return whether a rank was lost since the last call."""
         lost, self._lost = self._lost, False
         return lost
 
     # Calls and replies
 
     def called(self, call: Call) -> None:
-        """Record a call. For ranks that were idle, the time without a reply starts now."""
+        """Record a call. For idle ranks, the time without a reply starts now."""
         now = self._backend.clock()
         for rank in call.ranks:
             others = self._called.setdefault((call.group.name, rank), {})
@@ -176,17 +172,15 @@ class Failures:
 
     def listen(self, events: Sequence[Event], under_way: Iterable[Call]) -> list[CallRequest]:
         """Record replies. Return requests that replace silent or lost ranks, or start absent ones.
-
-        Raises:
-            DeadlineError: A silent rank cannot be replaced alone, or a group had too few ranks.
-        """
+        Raises DeadlineError if a silent rank cannot be replaced, or a group had too few ranks for
+        too long."""
         now = self._backend.clock()
         for event in events:
             self._heard[event.call.group.name, event.rank] = now
             if event.reply.paused:
                 self._disk.report_pause(f"{event.call.describe(event.rank)}: {event.reply.paused}")
-        paused = self._disk.take_paused()  # no rank was called during a pause
-        # Without processes, groups take turns, so other ranks had no chance to reply.
+        paused = self._disk.take_paused()  # the driver called no rank during a pause
+        # Without processes, groups take turns, so other ranks could not reply.
         if paused or (events and self._backend.cluster is None):
             self._all_heard = now
         requests: list[CallRequest] = []
@@ -197,7 +191,7 @@ class Failures:
         lost = cluster.lost_nodes(look=False) if cluster is not None else ()
         if not self._lost_nodes.issuperset(lost):
             self._lost_nodes.update(lost)
-            # If the run must restart, the call that finds its rank gone will restart it.
+            # If the run must restart, the call that finds its rank gone restarts it.
             requests += self._do_without_nodes(lost, under_way) or []
         for group, rank in self._elastic.ranks_to_start():
             requests += self._join(group, rank)
@@ -208,7 +202,7 @@ class Failures:
     def _replace_silent(self, now: float) -> list[CallRequest]:
         requests: list[CallRequest] = []
         limits: dict[str, float] = {}
-        """Group -> shortest limit on the silence of any of its ranks [s]."""
+        """[s] Group -> shortest limit on the silence of its ranks."""
         for (name, rank), own in list(self._called.items()):
             if not own or (self._backend.hanging and name not in self._backend.hanging):
                 continue
@@ -251,8 +245,7 @@ class Failures:
     def remedy(
         self, event: Event, under_way: Iterable[Call], *, void: bool
     ) -> Sequence[CallRequest] | None:
-        """Release the rows of a failed call. `void` tells that they already belong to another
-        lease.
+        """Release the rows of a failed call, unless they already belong to another lease (`void`).
 
         Returns:
             Requests that repair the failure. None if the call must raise the error, or the reply
@@ -283,7 +276,7 @@ class Failures:
         call, kind = event.call, failure.kind
         if not call.group.handle.worker_class.replaceable:
             return None
-        # An error that no sample caused would occur again with other rows.
+        # An error that no sample caused would recur with other rows.
         if kind is FailureKind.USER_ERROR and not failure.sample_ids:
             return None
         if kind is FailureKind.DIED or (call.method == REGISTER and call.group.place.is_elastic):
@@ -308,10 +301,8 @@ class Failures:
         return ()
 
     def _give_back(self, call: Call, rank: int, why: str) -> int:
-        """Release a rank's unfinished rows, and return their number.
-
-        Other ranks of the call keep their rows, if these can be published separately.
-        """
+        """Release a rank's unfinished rows, and return their number. Other ranks of the call keep
+        their rows, if these can be published separately."""
         own = call.held_by(rank)
         call.lose(rank)
         if call.ledger is None or call.lease is None or not call.holds_lease:
@@ -377,15 +368,14 @@ class Failures:
     # Processes
 
     def _replace(self, group: WorkerGroup, rank: int, why: str) -> list[CallRequest]:
-        """Release the rows of a dead or silent rank, and replace it or let it leave its group."""
+        """Release the rows of a dead or silent rank. Replace it, or let it leave its group."""
         began = self._backend.clock()
         interrupted = [call for call in group.calls if rank in call.waiting]
         at = self._cluster.sample_at(group, rank)
         hopeless: dict[Call, list[int]] = {}
         for call in interrupted:
             held = call.held_by(rank)
-            # The sample that the rank recorded probably ended the process. Without a record, any
-            # row may have.
+            # The recorded sample probably ended the process. Without a record, it may be any row.
             blamed = {at} if at is not None and at in held else held
             hopeless[call] = self._count(call, rank, blamed, "was lost", why)
         ended = f"the process of {group.name}[{rank}] ended"
@@ -413,7 +403,7 @@ class Failures:
     @property
     def _cluster(self) -> Cluster:
         cluster = self._backend.cluster
-        assert cluster is not None  # elsewhere no rank dies, hangs alone, or is absent
+        assert cluster is not None  # elsewhere, no rank dies, hangs alone, or is absent
         return cluster
 
     def _leave(self, group: WorkerGroup, rank: int, why: str, rows: int) -> None:
@@ -441,8 +431,7 @@ class Failures:
     def _start(
         self, group: WorkerGroup, rank: int, tell: Callable[[float], None], began: float
     ) -> list[CallRequest]:
-        """Start the process of a rank. Once it is up, call `tell` with the seconds since
-        `began`."""
+        """Start a rank's process. Once it is up, call `tell` with the seconds since `began`."""
         self._cluster.replace(group, rank)
         group.starting.add(rank)
 
@@ -490,7 +479,7 @@ class Failures:
         return requests
 
     def _end_unreadable(self, nodes: Collection[str], calls: Iterable[Call]) -> None:
-        """End every call on rows that can no longer be read, except updates."""
+        """End every call on unreadable rows, except updates."""
         unreachable = self._buffer.unreachable(nodes)
         for call in calls:
             if call.ledger is None or call.lease is None or call.lease.node.operation.updates:

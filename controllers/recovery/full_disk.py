@@ -1,6 +1,6 @@
 """FullDisk: pauses a run on a full disk instead of ending it, and retries its writes.
 
-A run has one instance for all of its starts, so that each pause is reported only once.
+All starts of a run share one instance, which reports each pause only once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from ..signals import asked_to_end
 T = TypeVar("T")
 
 REPORT_AGAIN_S = 60.0
-"""[s] Time before a pause is reported again."""
 TRY_AGAIN_S = 60.0
-"""[s] Longest wait before a failed write is retried."""
+"""[s] Longest wait before the retry of a failed write."""
 SOME_BYTES = 1 << 20
 """[bytes] Additional free space that makes a retry worthwhile."""
 
 
 class FullDisk:
-    """Waits for free space on the disk of a run, and tells the user."""
-
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
         self._progress = progress
@@ -49,11 +46,8 @@ class FullDisk:
 
     def write(self, write: Callable[[], T]) -> T:
         """Call `write` until it succeeds, and return its result. A write that fails halfway must be
-        able to start over.
-
-        Raises:
-            RunError: The disk is still full after MAX_PAUSE_S, or the run was asked to end.
-        """
+        able to start over. Raises a `RunError` if the disk is still full after MAX_PAUSE_S, or if
+        the run was asked to end."""
         began = time.monotonic()
         while True:
             try:
@@ -68,8 +62,7 @@ class FullDisk:
 
     def wait_for_more(self, why: str) -> None:
         """Wait until space is freed, or for TRY_AGAIN_S."""
-        # Space may have been freed since another rank's pause was reported, so compare with the
-        # smaller value.
+        # Space may have been freed since another rank's report, so compare with the smaller value.
         began, enough = time.monotonic(), min(self._free, self._free_bytes()) + SOME_BYTES
         while self._free_bytes() < enough and time.monotonic() - began < TRY_AGAIN_S:
             self._wait(why)

@@ -22,8 +22,6 @@ WITHOUT_ROWS = "resume='weights' continues from models, optimizers and the place
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """An intact checkpoint to resume from."""
-
     path: Path
     state: RunState
     damage: Sequence[str] = ()
@@ -73,11 +71,10 @@ class ResumePoint:
 
 
 def find_checkpoint(run: Path, *, with_rows: bool = True) -> ResumePoint | None:
-    """Return the latest intact checkpoint of a run, or None if it has none.
+    """Return the latest intact checkpoint of a run, or None without checkpoints.
 
     Args:
-        with_rows: Whether the rows in flight must be restorable from the log. If False, the log is
-            not read.
+        with_rows: Whether the log must be able to restore the rows in flight.
 
     Raises:
         UserError: There are checkpoints, but none is intact.
@@ -119,7 +116,7 @@ def _lost_rows(path: Path) -> str:
     buffer = path.parent.parent / BUFFER
     try:
         snapshot = checkpoint_path(buffer, position)
-        # With a sound snapshot, the log need not be replayed.
+        # A sound snapshot needs no replay of the log.
         if is_sound_checkpoint(snapshot, position) and has_position(buffer / LOG, position):
             described_graph(next(record for record in LogReader(snapshot) if record["do"] == "graph"))
             return ""
@@ -145,19 +142,19 @@ def open_run(
     accept: Callable[[ResumePoint | None], ResumePoint | None],
     copy_to: str | None = None,
 ) -> tuple[RunDirectory, ResumePoint | None]:
-    """Open and lock the run for a driver: a new one, or one that resumes from a checkpoint.
+    """Open and lock the run for a driver: a new run, or one that resumes from a checkpoint.
 
     Args:
         resume: "none" for a new run; "latest" for the latest checkpoint of the run `name` (by
             default, the newest run with a checkpoint); "weights" for the same without rows in
             flight; or the folder of a run or of one of its checkpoints.
-        accept: Function of the point that was found. It returns the point to resume from, or raises
+        accept: Function of the point that was found. Returns the point to resume from, or raises
             UserError if the driver cannot use it.
-        copy_to: The address of copies. If the run `name` is to be resumed and has no checkpoint
-            here, it is fetched from there.
+        copy_to: The address of copies, from which Weft fetches the run `name` to resume it if it
+            has no checkpoint here.
 
     Returns:
-        The run's directory, and the point that it resumes from, or None for a new run.
+        The run's directory, and the point that it resumes from (None for a new run).
 
     Raises:
         UserError: Another driver holds the run, the folder does not exist, or the run is damaged.
@@ -179,11 +176,11 @@ def open_run(
                 directory.notes += [fetched] if fetched else []
                 return directory, point
         except BaseException:
-            # A refused driver leaves no trace: the state of the run stays as its last holder left it.
+            # A refused driver leaves the run as its last holder left it.
             lock.give_back()
             raise
         lock.give_back()
-    # Check before the directory is created.
+    # Check before creating the directory.
     accept(None)
     return RunDirectory.create(root, name, aside=resume == "latest", why=looked), None
 

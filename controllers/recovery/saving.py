@@ -4,13 +4,12 @@
       ^                └─────────────── disk full ────┴──────────────────────────────┤
       └──────────────────────────────── given up ─────────────────────────────────────┘
 
-- A group does not train while it copies its state. It writes the copy in the background.
-- NAMING runs in a thread, which reads the files for the manifest, renames the checkpoint and
-  removes old ones.
-- Independently of the phase, a checkpoint may be `due`. It begins when the phase is IDLE. Until
-  then the run issues no rows and makes no calls for nodes.
-- After a checkpoint is given up, another is due at the end of the next step, or at once if the run
-  is ending.
+- A group pauses its training to copy its state. It writes the copy in the background.
+- In NAMING, a thread reads the files for the manifest, renames the checkpoint and removes old ones.
+- In any phase, a checkpoint may be `due`. It begins when the phase is IDLE. Until then, the run
+  issues no rows and makes no calls for nodes.
+- After Weft gives up a checkpoint, another is due at the end of the next step, or at once if the
+  run is ending.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ from ..ranks.tasks import FailureKind
 from .checkpoints import CheckpointConfig, CheckpointFolder, RunState, Values
 
 ASK_S = 0.5
-"""[s] Time between two calls that ask a group whether its part is on the disk."""
+"""[s] Interval between calls that ask a group whether its part is on the disk."""
 LOOK_S = 5.0
-"""[s] Time between two checks of a checkpoint's progress."""
+"""[s] Interval between checks of a checkpoint's progress."""
 
 
 class _Phase(Enum):
-    """The state of the checkpoint that is being written; drawn above."""
-
     IDLE = auto()
     COPYING = auto()
     WRITING = auto()
@@ -48,12 +45,11 @@ class _Phase(Enum):
 class _Progressed(NamedTuple):
     requests: Sequence[CallRequest] = ()
     given_up: tuple[Position, str] | None = None
-    """If the disk had no room for the checkpoint: its position in the log, which need not be kept,
-    and the error."""
+    """Position of the checkpoint in the log and the error, if the disk had no room for it."""
 
 
 class Saving:
-    """Decides when to write a checkpoint, and carries it out.
+    """Decides when to write a checkpoint, and writes it.
 
     Args:
         groups: The worker groups with state.
@@ -93,7 +89,6 @@ class Saving:
         self._looked = self._grew = 0.0
         """[s] Times of the last check of the checkpoint's size, and of its last growth."""
         self._extent: object = None
-        """A value that changes whenever the checkpoint grows."""
         self._hashed = 0
         self._pause_s = 0.0
 
@@ -105,8 +100,8 @@ class Saving:
         return self.folder.forget_after(step)
 
     def step_over(self, step: int, *, last: bool, for_best: bool = False) -> None:
-        """Record a finished step, and decide whether a checkpoint is due. With `for_best`, it is
-        due because the step's evaluation may make it the best checkpoint."""
+        """Record a finished step, and decide whether a checkpoint is due. With `for_best`, one is
+        due because the step's evaluation may make it the best."""
         if not self._config.writes or step <= 0:
             return
         every, every_s = self._config.every, self._config.every_s
@@ -115,8 +110,7 @@ class Saving:
         self.due |= last or for_best or by_steps or by_time or bool(self._full_disk)
 
     def require(self, step: int, *, again: bool = False) -> None:
-        """Require a checkpoint of the last step of a run; with `again`, even if the step already
-        has one."""
+        """Require a checkpoint of the run's last step; with `again`, even if it already has one."""
         self._last = step
         self.due |= again or self._saved_step < step
 
@@ -130,18 +124,15 @@ class Saving:
 
     @property
     def holds_up(self) -> bool:
-        """Whether the run waits for a checkpoint: a due one, or, at its end, one being written."""
+        """Whether the run waits for a checkpoint: a due one or, at its end, one being written."""
         return self.due or (self._last is not None and self.under_way)
 
     # How to save
 
     def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
         """Begin a checkpoint. Return requests that make the groups copy their state. No update may
-        be running.
-
-        Raises:
-            OSError: A write failed, for example because the disk is full. The caller may try again.
-        """
+        be running. Raises OSError if a write failed, for example on a full disk; the caller may try
+        again."""
         assert not self.under_way
         path = self.folder.make_unfinished(state)
         self._state, self._saved_step = state, state.step
@@ -166,12 +157,12 @@ class Saving:
         return ()
 
     def take_pause_s(self) -> float:
-        """Return the longest pause of a group's training [s], and reset it to 0."""
+        """[s] Return the longest pause of a group's training, and reset it to 0."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
     def advance(self, values: Values) -> _Progressed:
-        """Continue the checkpoint that is being written. `values` is called on another thread.
+        """Continue the current checkpoint. Calls `values` on another thread.
 
         Returns:
             Every ASK_S, requests that ask idle groups whether their parts are on the disk. If the
@@ -214,7 +205,7 @@ class Saving:
         if error is None:
             self.phase = _Phase.IDLE
             return _Progressed()
-        if isinstance(error, RunError):  # another driver has taken over the run
+        if isinstance(error, RunError):  # another driver has taken over
             raise error
         if not is_full(error):
             path = self.folder.path_of(self._state.step)
@@ -243,13 +234,13 @@ class Saving:
 
     def _check_growth(self) -> None:
         now = self._clock()
-        if self.phase is _Phase.COPYING:  # these calls have separate deadlines
+        if self.phase is _Phase.COPYING:  # these calls have their own deadlines
             self._looked = self._grew = now
         if now - self._looked < min(LOOK_S, self._patience_s / 2):
             return
         # If the driver itself was paused, a checkpoint without growth proves nothing.
         driver_waited, self._looked = now - self._looked > self._patience_s, now
-        # A confirmation by a group counts as progress, even if no file grows.
+        # A group's confirmation counts as progress, even if no file grows.
         extent = (self.folder.sizes(self._state.step), self._hashed, {*self._writing})
         if extent != self._extent or driver_waited:
             self._extent, self._grew = extent, now

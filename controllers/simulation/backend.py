@@ -1,7 +1,7 @@
 """Simulated: a backend without workers, on a virtual clock.
 
 A cost model gives the time of each call, and the clock jumps from one event to the next. The
-backend writes no rows, and invents the references to their columns.
+backend writes no rows, and invents the references to them.
 
     CostModel -> Simulated(costs) -> Driver(..., backend=...)   a run with a log, in virtual seconds
     calibrate(run) -> CostModel                                 from the timeline of a real run
@@ -47,7 +47,7 @@ from .costs import (
 from .replica import Generating, Replica, Work
 
 NODE = "simulated"
-"""Node name in the invented references. None of their files exist."""
+"""Node name in the invented references."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,13 @@ class _Weights:
 
 
 class Simulated(Backend):
-    """Backend whose workers do nothing but let virtual time pass, on any placement.
-
-    Args:
-        costs: the time of each call; calls without a cost take no time.
-    """
+    """Backend whose workers only let virtual time pass, on any placement. Calls without a cost in
+    `costs` take no time."""
 
     def __init__(self, costs: CostModel = CostModel()) -> None:
         self.costs = costs
         self._seed = 0
-        """The driver's seed. A prompt gets the same response lengths under every schedule and
-        placement."""
+        """The driver's seed. It fixes response lengths for all schedules and placements."""
         self._now = 0.0
         self._turns: dict[tuple[str, int], dict[int, int]] = {}
         """(graph, source row) -> group id -> number of the group among those made of the row."""
@@ -86,8 +82,7 @@ class Simulated(Backend):
         self._replies: list[tuple[float, int, Event]] = []
         """Heap of replies, ordered by time."""
         self._due: list[tuple[float, int, Replica]] = []
-        """Heap of replicas, ordered by the time of their next event. `wait` skips outdated
-        entries."""
+        """Heap of replicas, ordered by the time of their next event. Includes outdated entries."""
         self._order = itertools.count()
         self._offset = 0
 
@@ -99,8 +94,7 @@ class Simulated(Backend):
         placement: Mapping[str, Place],
         handles: Mapping[str, Handle] = MappingProxyType({}),
     ) -> None:
-        """Check that the costs name groups of the graphs, and fit the numbers of ranks of these
-        groups."""
+        """Check that the costs name groups of the graphs, and fit the ranks of these groups."""
         costs = self.costs
         for name in (node.partition(".")[0] for node in costs.nodes if "." in node):
             if name not in placement:
@@ -111,8 +105,7 @@ class Simulated(Backend):
         for node, cost in costs.nodes.items():
             name = node.partition(".")[0]
             ranks = costs.replica_ranks(name, configs.get(name))
-            # A cost is for the rows of one replica, so it must be for as many ranks as a replica
-            # has.
+            # A cost is for the rows of one replica, so it must have as many ranks as a replica.
             if isinstance(cost, PipelineCost):
                 costs.pipeline(node, configs.get(name))
                 fits, wanted = ranks % cost.stages == 0, f"a pipeline of {cost.stages} stages"
@@ -154,7 +147,7 @@ class Simulated(Backend):
         return groups
 
     sync_interval_s = math.inf
-    """Never sync the log: a simulation has no results that a power loss could destroy."""
+    """Never sync the log: a power loss destroys no results of a simulation."""
 
     @property
     def nodes(self) -> tuple[str]:
@@ -193,7 +186,7 @@ class Simulated(Backend):
             if self._due[0][0] > max(self._now, first_s):
                 break
             time, _, replica = heapq.heappop(self._due)
-            # Otherwise this entry is outdated.
+            # Otherwise, this entry is outdated.
             if time == replica.next_s:
                 replica.run(time)
                 self._note(replica)
@@ -243,7 +236,7 @@ class Simulated(Backend):
         ids = held.ids.tolist() if held is not None else []
         tokens_of = {} if held is None else dict(zip(ids, held.num_tokens.tolist(), strict=True))
         versions = {} if held is None or not is_update else dict(zip(ids, held.versions, strict=True))
-        # If an update comes in parts, only the last part takes the constant time of the cost.
+        # If an update comes in parts, only the last part takes the cost's constant time.
         fixed = bool(tasks[0][1].arguments.get("last", True)) if call.node is not None else True
         steps, key = OptimizerSteps.of_node(call.node), (self._seed, call.group.version)
         done: dict[int, np.ndarray] = {}
@@ -316,14 +309,13 @@ class Simulated(Backend):
         if cost.keep == 1:
             return True
         row = call.lease.row_of[sample_id]
-        # A filter of whole groups draws once for each group.
+        # A filter of whole groups draws once per group.
         while call.node.operation.whole_groups and row.parent is not None:
             row = row.parent
         key = [*self._key(call.ledger.name, row), zlib.crc32(call.node.name.encode())]
         return bool(np.random.default_rng(key).random() < cost.keep)
 
     def _key(self, graph: str, row: Row) -> list[int]:
-        """Return the key that seeds the random draws for a row."""
         turns = self._turns.setdefault((graph, row.position), {})
         turn = turns.setdefault(row.group.id, len(turns))
         path: list[int] = []
@@ -358,7 +350,6 @@ class Simulated(Backend):
 
 
 def _value(task: Task) -> Any:
-    """Return the result of a call outside the graph."""
     if task.method in ("publish_weights", "finish_publishing"):
         return _Weights(task.arguments["version"])
     if task.method == "receive_weights":

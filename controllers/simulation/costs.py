@@ -33,8 +33,7 @@ from ..ranks.row_io import num_tokens
 from .sequence_groups import SequenceCost, SequenceGroups, equal_groups, plan_groups
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in the time of a microbatch: a backward pass has twice as many matrix
-products."""
+"""Share of the forward pass in a microbatch: a backward pass has twice as many matrix products."""
 
 
 class LogNormal(Config):
@@ -45,11 +44,11 @@ class LogNormal(Config):
     """
 
     mean: float = Field(gt=0)
-    """[tokens] Required. Set it to the mean response length of your task, before the limit."""
+    """[tokens] Required. Mean response length of your task, before the limit."""
     sigma: float = Field(default=1.0, ge=0)
     """[nats] Standard deviation of the length's logarithm. Raise it for a longer tail."""
     max_tokens: int = Field(ge=1)
-    """[tokens] Required. Set it to the maximum response length, `Sampling.max_tokens`."""
+    """[tokens] Required. Maximum response length, `Sampling.max_tokens`."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
@@ -62,8 +61,8 @@ class LogNormal(Config):
 class LinearCost(Config):
     """Cost of a call: a constant, plus a time per row and per token.
 
-    The replica with the most work determines the cost. The cost of an update covers all its
-    optimizer steps.
+    The replica with the most work determines the cost. An update's cost covers all its optimizer
+    steps.
 
     >>> LinearCost(fixed_s=1.0, per_token_s=0.5).seconds(rows=2, tokens=10)
     6.0
@@ -73,8 +72,7 @@ class LinearCost(Config):
     """[s] Constant time of each call. An update that comes in parts takes it once, in the last
     part. Set it to the time of a call without rows."""
     per_row_s: float = Field(default=0.0, ge=0)
-    """[s] Time per row of the busiest replica. Set it for calls whose time depends on the number of
-    rows, such as rewards."""
+    """[s] Time per row of the busiest replica. Set it for calls such as rewards."""
     per_token_s: float = Field(default=0.0, ge=0)
     """[s] Time per token of the busiest replica, including prompt tokens. Set it for calls whose
     time depends on tokens, such as training."""
@@ -83,10 +81,8 @@ class LinearCost(Config):
     for a filter that drops many."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """Return the seconds of a call on rows of equal length.
-
-        Times of this class cover all optimizer steps of a call; times of subclasses cover one pass.
-        """
+        """Return the seconds of a call on rows of equal length. Times of this class cover all
+        optimizer steps of a call; times of subclasses cover one pass."""
         return self.fixed_s + self.per_row_s * rows + self.per_token_s * tokens
 
     def seconds_of_steps(self, lengths: np.ndarray, cuts: Sequence[np.ndarray]) -> np.ndarray:
@@ -102,8 +98,7 @@ class LinearCost(Config):
         return np.array([self.per_row_s * len(lengths) + self.per_token_s * float(lengths.sum())])
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """Return a lower bound on the seconds of a call for any row lengths, without the
-        constant."""
+        """Return a lower bound on a call's seconds for any row lengths, without the constant."""
         return self.per_row_s * rows + self.per_token_s * tokens
 
 
@@ -112,7 +107,7 @@ class PipelineCost(LinearCost):
 
     With several chunks per stage, the schedule is interleaved 1F1B (arXiv:2104.04473). Times per
     row and token are for one forward and backward pass through the whole model. The pipeline fills
-    and drains in each optimizer step, and in each part of an update that comes in parts.
+    and drains in each optimizer step, and in each part of an update.
 
     >>> cost = PipelineCost(stages=4, microbatch_tokens=100, per_token_s=0.01)
     >>> round(cost.seconds(rows=8, tokens=800), 6), cost.played(rows=8, tokens=800).bubble  # 8 / 4 s without the bubble
@@ -122,10 +117,9 @@ class PipelineCost(LinearCost):
     """
 
     stages: int = Field(ge=1)
-    """[stages] Required. Set it to the planned number of pipeline stages."""
+    """[stages] Required. Planned number of pipeline stages."""
     chunks: int = Field(default=1, ge=1)
-    """[chunks] Number of model chunks per stage. Raise it for a smaller bubble but more
-    transfers."""
+    """[chunks] Model chunks per stage. Raise it for a smaller bubble but more transfers."""
     microbatch_tokens: int = Field(ge=1)
     """[tokens] Required. Maximum number of tokens in a microbatch, as in `ModelConfig`. Lower it
     for more microbatches and a smaller bubble."""
@@ -159,7 +153,7 @@ class PipelineCost(LinearCost):
         return np.array(found)
 
     def least_s(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
-        """See `LinearCost`: the bound is the compute time of the busiest stage."""
+        """See `LinearCost`. The bound is the compute time of the busiest stage."""
         stages = self._shares.reshape(self.chunks, self.stages).sum(0)
         return steps.epochs * float(stages.max()) * (self.per_row_s * rows + self.per_token_s * tokens)
 
@@ -176,7 +170,7 @@ class PipelineCost(LinearCost):
 
     def _rows_of_one(self, rows: float, tokens: float) -> int:
         """Return the number of whole rows in a full microbatch."""
-        # The small addend keeps a row that fits exactly from being lost to rounding.
+        # The small addend keeps rounding from losing a row that fits exactly.
         fit = self.microbatch_tokens * rows / tokens + 1e-9 if tokens else math.ceil(rows)
         return max(1, math.floor(fit))
 
@@ -187,10 +181,8 @@ class PipelineCost(LinearCost):
         return shares / shares.sum()
 
     def _play(self, microbatches: Sequence[tuple[float, float]]) -> PipelineRun:
-        """Simulate microbatches, each given as (rows, tokens).
-
-        Empty microbatches pad an interleaved schedule to whole rounds.
-        """
+        """Simulate microbatches, each given as (rows, tokens). Empty microbatches pad an
+        interleaved schedule to whole rounds."""
         number = max(1, len(microbatches))
         whole = number if self.chunks == 1 else -(-number // self.stages) * self.stages
         work = np.zeros((whole, 2))
@@ -207,8 +199,8 @@ class SequenceParallelCost(LinearCost):
     """Cost of an update whose ranks split the tokens of long rows.
 
     Each optimizer step divides the ranks into groups of different sizes to suit its rows (FlexSP,
-    arXiv:2412.01523; `controllers/simulation/sequence_groups.py`). Times are for one forward and
-    backward pass; `per_token_s` is the time of a token's linear layers on one rank.
+    arXiv:2412.01523). Times are for one forward and backward pass; `per_token_s` is the time of a
+    token's linear layers on one rank.
 
     >>> cost = SequenceParallelCost(ranks=4, memory_tokens=100, per_token_s=0.01)
     >>> [cost.groups(np.array([200, 100, 100]), degree=degree).seconds for degree in (None, 4)]
@@ -216,17 +208,16 @@ class SequenceParallelCost(LinearCost):
     """
 
     ranks: int = Field(ge=1)
-    """[ranks] Required. Set it to the number of ranks that share the rows of a call: one replica,
-    usually the whole group."""
+    """[ranks] Required. Number of ranks of a replica, which share the rows of a call."""
     memory_tokens: int = Field(ge=1)
-    """[tokens] Required. Maximum number of tokens that fit on a rank in one pass. Set it to the
-    value from `weft plan` or a trial run."""
+    """[tokens] Required. Maximum number of tokens that fit on a rank in one pass, from `weft plan`
+    or a trial run."""
     attention_length: float = Field(default=math.inf, gt=0, allow_inf_nan=True)
     """[tokens] Length of a row whose attention takes as long as all its other computation. Set it
     for rows of more than a few thousand tokens."""
     exchange_s: Mapping[int, float] = Field(default_factory=dict)
-    """[s] Mapping from the number of ranks that share a row to the time of the all-to-all
-    exchanges, per token of a rank. Give values measured within a node and between nodes."""
+    """[s] Maps the number of ranks that share a row to the time of the all-to-all exchanges, per
+    token of a rank. Give values measured within a node and between nodes."""
 
     def seconds(self, rows: float, tokens: float, steps: OptimizerSteps = OptimizerSteps()) -> float:
         number = max(1, round(rows / steps.minibatches))
@@ -248,14 +239,9 @@ class SequenceParallelCost(LinearCost):
         return steps.epochs * (self.per_row_s * rows + self.per_token_s * linear) / self.ranks
 
     def groups(self, lengths: np.ndarray, degree: int | None = None) -> SequenceGroups:
-        """Return the groups of an optimizer step on rows of these lengths.
-
-        Args:
-            degree: number of ranks of every group; None allows groups of different sizes.
-
-        Raises:
-            UserError: no group has room for the longest row.
-        """
+        """Return the groups of an optimizer step on rows of these lengths. `degree` is the number
+        of ranks of every group; None allows different sizes. Raises a `UserError` if no group has
+        room for the longest row."""
         if degree is not None:
             return equal_groups(lengths, self.ranks, degree, self._cost)
         return plan_groups(lengths, self.ranks, self._cost)
@@ -269,7 +255,7 @@ class SequenceParallelCost(LinearCost):
 
 class Generation(Config):
     """Continuous batching on one replica. The batch has at most `max_num_seqs` responses, a setting
-    of the rollout; others queue in order.
+    of the rollout; others queue.
 
     >>> table = ((0, 0.5), (4, 0.7))
     >>> generation = Generation(lengths=((3, 5), (2, 7)), decode_step_s=table)
@@ -312,7 +298,7 @@ class Generation(Config):
         return np.array([max(1, own[k % len(own)]) for k in range(n)], np.int64)
 
     def seconds_by_batch(self, max_num_seqs: int) -> np.ndarray:
-        """[max_num_seqs + 1] seconds of a decode step, by the number of responses in the batch."""
+        """Return [max_num_seqs + 1] seconds of a decode step, by the number of responses."""
         table = (
             ((0.0, self.decode_step_s),) if isinstance(self.decode_step_s, float) else self.decode_step_s
         )
@@ -320,8 +306,7 @@ class Generation(Config):
 
 
 def batch_limit(config: object) -> int:
-    """Return the maximum number of responses in a replica's batch, from its group's
-    configuration."""
+    """Return the maximum number of responses in a replica's batch."""
     return getattr(config, "max_num_seqs", 256)
 
 
@@ -333,13 +318,13 @@ class CostModel(Config):
     """
 
     nodes: Mapping[str, LinearCost | Generation] = Field(default_factory=dict)
-    """Mapping from node to cost. A key is a node of the graph ("actor.update", or the name of a
-    function), or a group's method that is called outside the graph ("actor.publish_weights",
+    """Maps nodes to costs. A key is a node of the graph ("actor.update", or the name of a
+    function), or a group's method outside the graph ("actor.publish_weights",
     "rollout.receive_weights", "actor.onload", "actor.offload"). Other calls take no time. Give
     measured values; `calibrate` fits them to a timeline."""
     dispatch_s: float = Field(default=0.0, ge=0)
     """[s] Time that the driver takes to send a call to each rank, one after the other. All ranks
-    start when the first one has received the call. Raise it for a slow network."""
+    start when the first one has the call. Raise it for a slow network."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "seed": "the lengths follow Driver(seed=...)",
@@ -348,10 +333,9 @@ class CostModel(Config):
     }
 
     def replica_ranks(self, group: str, config: object) -> int:
-        """Return the number of ranks of one replica of a group: that of its configuration, or else
-        that of its `SequenceParallelCost` or `PipelineCost`."""
+        """Return the ranks per replica, from the group's configuration, or else from its cost."""
         configured = ranks_of_a_replica(config)
-        # The configuration of a training group always says it, also with 1.
+        # A training group's configuration always states the number, even if it is 1.
         if configured > 1 or hasattr(config, "sequence_parallel"):
             return configured
         for name, cost in self.nodes.items():
@@ -360,11 +344,8 @@ class CostModel(Config):
         return 1
 
     def pipeline(self, name: str, config: object) -> PipelineCost | None:
-        """Return the pipeline cost of a node, or None if its cost is of another kind.
-
-        Raises:
-            UserError: the group has a different number of stages.
-        """
+        """Return the pipeline cost of a node, or None if its cost is of another kind. Raises a
+        `UserError` if the group has a different number of stages."""
         cost = self.nodes.get(name)
         if not isinstance(cost, PipelineCost):
             return None
@@ -382,7 +363,7 @@ class CostModel(Config):
 
 
 def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int] = ()) -> list[int]:
-    """Return the key that seeds the random draws for a row. It is the same under every schedule.
+    """Return the key that seeds the random draws for a row, the same under every schedule.
 
     Args:
         position: position of the source row.
@@ -393,13 +374,11 @@ def draw_key(seed: int, graph: str, position: int, turn: int, path: Sequence[int
     return [seed, zlib.crc32(graph.encode()), position, turn, *path]
 
 
-# A lower bound on the time of a step.
+# A lower bound on the time of a step
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """A lower bound on the time of a step."""
-
     seconds: float
     """[s] Average time of a step, set by the slowest pool."""
     pool: str
@@ -420,12 +399,12 @@ def bound(
 ) -> _Bound:
     """Return a lower bound on the time of a step, for any schedule in this placement.
 
-    The bound assumes that the work of each pool is perfectly balanced, generation runs at the most
-    efficient batch size, no group waits, and weight transfers and the driver take no time.
+    The bound assumes perfectly balanced pools, generation at the most efficient batch size, and no
+    time for waiting, weight transfers and the driver.
 
     Args:
         costs: the costs of the calls. The bound assumes that filters drop nothing.
-        steps: number of steps, from the first one, whose rows are counted.
+        steps: number of steps, from the first one, to average over.
         seed: the driver's seed, for the order of the prompts and the lengths of responses.
     """
     places = resolve(placement, {**graph.handles, FUNCTIONS: None})
@@ -456,8 +435,7 @@ def bound(
 def _load(
     costs: CostModel, graph: Graph, groups: int, seed: int, shuffle: bool
 ) -> tuple[Counter[int], Counter[int]]:
-    """Return the number of rows and the number of tokens on each level of the graph, for the first
-    `groups` groups of a run."""
+    """Return the rows and tokens on each level of the graph, for a run's first `groups` groups."""
     batch = Batch.of_table(graph.source.table)
     lengths = num_tokens(batch)
     rows: Counter[int] = Counter()
@@ -482,7 +460,7 @@ def _load(
     return rows, tokens
 
 
-# Costs of a real run, fitted to its timeline.
+# Costs fitted to the timeline of a real run
 
 
 def calibrate(
@@ -495,21 +473,20 @@ def calibrate(
     """Fit a cost model to the timeline of a real run, by nonnegative least squares.
 
     If several costs fit equally well (for example because all calls had the same number of rows),
-    the one with the fewest terms wins. If an update came in parts, the last part carries the
-    constant. A timeline has no response lengths, so give the `Generation` of a generating node in
-    `nodes`.
+    the one with the fewest terms wins. A timeline has no response lengths, so give the `Generation`
+    of a generating node in `nodes`.
 
     Args:
         timeline: the folder of a run, whose `config.json` has the ranks of each group; or a
             `timeline.parquet`, or its table, with the columns group, node, worker_s, rows, tokens,
             and optionally last.
         replicas: group -> number of replicas that shared the rows of a call; 1 by default.
-        nodes: known costs, which are kept as they are.
+        nodes: known costs, which `calibrate` keeps.
         others: further settings of `CostModel`.
 
     Raises:
-        UserError: the timeline is missing, unreadable or lacks a column, or the `config.json` of
-            the run is damaged.
+        UserError: the timeline is missing, unreadable or lacks a column, or `config.json` is
+            damaged.
     """
     counts = _ranks(timeline / CONFIG) if isinstance(timeline, Path) and timeline.is_dir() else {}
     counts |= dict(replicas or {})
@@ -562,10 +539,8 @@ def _ranks(config: Path) -> dict[str, int]:
 
 
 def _fit(calls: np.ndarray) -> LinearCost:
-    """Fit a cost with nonnegative coefficients, and with as few terms as possible.
-
-    `calls`: [calls, (seconds, rows, tokens, constants)].
-    """
+    """Fit a cost with nonnegative coefficients, and with as few terms as possible. `calls`: [calls,
+    (seconds, rows, tokens, constants)]."""
     seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
     found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
     # Try fewer terms first: a cost with more terms has to fit clearly better.

@@ -59,10 +59,10 @@ class Generating:
     left: list[int] = field(init=False)
     """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
-    """[prompts] of [n] versions of the weights that wrote the first token."""
+    """[prompts] of [n] versions of the weights that generated the first token."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt, response number) of finished responses that are held back by the batching delay
+    """(prompt, response number) of finished responses that the batching delay holds back
     (`../ranks/row_io.py`)."""
     due_s: float = math.inf
     """[s] Time when the delayed responses are published."""
@@ -85,14 +85,12 @@ class Generating:
 class Replica:
     """One replica, or all ranks of a group that does not generate.
 
-    Calls take turns as on a real rank (`../ranks/executor.py`). All generating calls share the
-    batch and have their turn together; a turn is one decode step. Other calls run to their end
-    between two decode steps. Consecutive decode steps without a response that ends or joins form
-    one
-    event.
+    Calls take turns as on a real rank (`../ranks/executor.py`). Generating calls share the batch
+    and their turn; a turn is one decode step. Other calls run to their end between two decode
+    steps. Consecutive decode steps in which no response ends or joins form one event.
 
-    `at` is the latest boundary between two steps (or the end of a call) that was processed. It may
-    be ahead of the clock.
+    `at` is the latest processed boundary between two steps, or end of a call. It may be ahead of
+    the clock.
 
     Args:
         cost: the cost of generation, or None for a group that does not generate.
@@ -161,8 +159,7 @@ class Replica:
             self._admit()
 
     def cancel_call(self, number: int, at: float, parents: Container[int] | None = None) -> None:
-        """End a generating call, or only its work on the prompts `parents`. Does nothing if the
-        call has ended."""
+        """End a generating call, or only its work on the prompts `parents`, if it still runs."""
         call = self._calls.find(number)
         if not isinstance(call, Generating):
             return
@@ -188,8 +185,7 @@ class Replica:
         if not self._running:
             self.at = max(self.at, at)
         elif at > self.at:
-            # Changes take effect after the current decode step. The small subtrahend absorbs
-            # rounding.
+            # Changes take effect after the current decode step. The small number absorbs rounding.
             steps = math.ceil((at - self.at) / self._seconds_by_batch[len(self._running)] - 1e-9)
             self._decode(min(steps, self._running[0][0] - self._steps))
 
@@ -217,13 +213,12 @@ class Replica:
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]
             last = self._steps + int(call.lengths[k][index])
-            # The order breaks ties between responses that end together, since calls cannot be
-            # compared.
+            # The order breaks ties, because calls cannot be compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 
     def _gather(self, call: Generating, responses: list[tuple[int, int]]) -> None:
         """Hold back responses (prompt, number) that ended in one step for the batching delay.
-        Publish them at once if there is no delay, or if they are the last of the call."""
+        Publish them at once if there is no delay, or if they are the call's last."""
         call.open_prompts -= sum(not call.left[k] for k in {k for k, _ in responses})
         gather_s = call.tasks[0][1].gather_s
         call.ended += responses
@@ -239,7 +234,7 @@ class Replica:
             self._publish(call, call.due_s)
 
     def _publish(self, call: Generating, at: float | None = None) -> None:
-        """Publish the call's finished responses, and finish the call with its last response."""
+        """Publish the call's finished responses, and finish the call after its last one."""
         responses, call.ended, call.due_s = call.ended, [], math.inf
         # The values are None, so another default marks a missing call.
         if self._gathering.pop(call, self) is None:
@@ -260,7 +255,7 @@ class Replica:
         versions = np.array([call.versions[k][index] for k, index in responses]) if knows else None
         tokens = float(lengths.sum())
         metrics: Metrics = {"tokens": Sum(tokens), "response_length": Mean(tokens, float(len(lengths)))}
-        # A token id, its log-probability and its version, counted towards `BufferConfig.max_bytes`.
+        # A token id, its log-probability and its version count towards `BufferConfig.max_bytes`.
         segment = self._invent(12 * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
         newest = self._versions[-1] if knows else -1

@@ -9,9 +9,8 @@ does the same without an integer program:
   of powers of two. If these are too many, it improves a few of them step by step.
 - It assigns rows longest first, each to the group that would finish it first. Then it moves rows
   away from the slowest group while that helps.
-- It also returns a lower bound on the time of any groups.
 
-A group is fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
+Groups are fixed for the whole step; FlexSP forms new groups for each microbatch. Weft's own engine
 uses one degree for all rows.
 """
 
@@ -31,7 +30,7 @@ from ...workers.dispatch import RowCost
 WAYS = 256
 """Maximum number of partitions into powers of two to try; 32 ranks have 202."""
 FEW_RANKS = 8
-"""Up to this number of ranks, all partitions are tried."""
+"""Up to this number of ranks, the planner tries all partitions."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class SequenceGroups:
     rows: tuple[tuple[int, ...], ...]
     """Row indexes of each group."""
     group_s: tuple[float, ...]
-    """[s] Time of each group."""
     bound_s: float
     """[s] A lower bound for groups of any sizes with any assignment of rows."""
 
@@ -80,8 +78,7 @@ class SequenceGroups:
 
     @property
     def gap(self) -> float:
-        """Excess of `seconds` over the lower bound, as a share of the bound. No plan can gain more
-        than this."""
+        """Excess of `seconds` over the lower bound, as a share of it. No plan can gain more."""
         return self.seconds / self.bound_s - 1 if self.bound_s else 0.0
 
 
@@ -98,8 +95,8 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
     """
     table = _Table(lengths, ranks, cost)
     ways = list(_all_partitions(ranks) if ranks <= FEW_RANKS else _some_partitions(ranks))
-    # With too many partitions, begin with some large groups and others of one smaller size.
-    # `_descended` improves them.
+    # With too many partitions, start with some large groups and others of one smaller size, which
+    # `_descended` improves.
     if len(ways) > WAYS:
         ways = list(_large_and_small(ranks))
     ways += [(size,) * (ranks // size) for size in _divisors(ranks)]
@@ -111,11 +108,8 @@ def plan_groups(lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceC
 def equal_groups(
     lengths: Sequence[int] | np.ndarray, ranks: int, degree: int, cost: SequenceCost
 ) -> SequenceGroups:
-    """Assign rows to groups of one size, as Ulysses does.
-
-    Raises:
-        UserError: the size does not divide the ranks, or a group has no room for the longest row.
-    """
+    """Assign rows to groups of one size, as Ulysses does. Raises a `UserError` if the size does not
+    divide the ranks, or if a group has no room for the longest row."""
     if degree < 1 or ranks % degree:
         raise UserError(f"groups of {degree} ranks do not divide {ranks} ranks")
     table = _Table(lengths, ranks, cost, also=degree)
@@ -128,11 +122,8 @@ def equal_groups(
 
 
 class _Table:
-    """Seconds of each row on groups of each size, and the assignment of rows to groups.
-
-    Args:
-        also: an additional group size.
-    """
+    """Seconds of each row on groups of each size, and the assignment of rows to groups. `also` is
+    an additional group size."""
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, ranks: int, cost: SequenceCost, also: int = 1
@@ -140,7 +131,7 @@ class _Table:
         if ranks < 1:
             raise UserError(f"{ranks} ranks: at least 1")
         tokens = np.asarray(lengths, np.int64)
-        # For each exchange time, the largest group size with this time is the quickest.
+        # For each exchange time, the largest group with this time is the quickest.
         levels = [each - 1 for each in cost.exchange_s if 1 < each <= ranks]
         fitting = -(-int(tokens.max()) // cost.memory_tokens) if len(tokens) else 1
         sizes = {
@@ -176,8 +167,8 @@ class _Table:
 
         Every row takes at least the rank-seconds of its cheapest group size, and the ranks share
         the sum of these. It also takes at least the seconds of its quickest group size.
-        Rank-seconds depend on a group's size only through its exchange time, so it is enough to
-        compare the sizes of the table.
+        Rank-seconds depend on a group's size only through its exchange time, so comparing the
+        table's sizes is enough.
         """
         if not self._rows:
             return 0.0
@@ -186,7 +177,7 @@ class _Table:
 
     def dealt(self, degrees: Sequence[int]) -> SequenceGroups:
         degrees = sorted(degrees, reverse=True)
-        # Groups of one size are alike, so only the least loaded one of each size competes.
+        # Groups of one size are alike, so only the least loaded one competes.
         heaps: dict[int, list[tuple[float, int]]] = {}
         for group, degree in enumerate(degrees):
             heaps.setdefault(degree, []).append((0.0, group))
@@ -209,8 +200,7 @@ class _Table:
         return SequenceGroups(tuple(degrees), rows, tuple(loads), self.bound_s)
 
     def _relieve(self, degrees: Sequence[int], members: list[list[int]], loads: list[float]) -> None:
-        """Move or swap rows between the slowest group and others, while that lowers the larger
-        load."""
+        """Move or swap rows between the slowest group and others, while the larger load falls."""
         swaps = self._rows <= 64  # quadratic in the rows
         for _ in range(4 * self._rows):
             # The factor below ignores gains that are only rounding.
@@ -282,7 +272,7 @@ def _all_partitions(ranks: int, largest: int | None = None) -> Iterator[tuple[in
 
 
 def _some_partitions(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield partitions of ranks into powers of two, up to `WAYS` of them."""
+    """Yield partitions of ranks into powers of two, at most `WAYS + 1`."""
 
     def ways(left: int, largest: int) -> Iterator[tuple[int, ...]]:
         if left == 0:
@@ -307,8 +297,7 @@ def _large_and_small(ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def _filled(ranks: int, large: tuple[int, ...], small: int) -> tuple[int, ...]:
-    """Return a partition: the `large` groups, as many of size `small` as fit, and powers of two for
-    the rest."""
+    """Return a partition: the `large` groups, groups of size `small`, and powers of two."""
     number, left = divmod(ranks - sum(large), small)
     return (
         *large,
