@@ -93,7 +93,7 @@ function nowOf(card, data) {
     const notes = several ? [] : [short(card.names, name) || unit];
     if (!several && low != null && high != null) notes.push(`${formed(low, card)[0]} to ${formed(high, card)[0]}`);
     if (!several && last(find(card.spread)) != null) notes.push(`± ${formed(last(find(card.spread)), card)[0]}`);
-    if (!several && last(find(card.beside)) != null) notes.push(`${card.beside.match(/_(p\d+)$|\/(max)_|^(max)_/)?.slice(1).find(Boolean) ?? card.beside.split("/").pop()} ${formed(last(find(card.beside)), card)[0]}`);
+    if (!several && last(find(card.beside)) != null) notes.push(`${card.beside.match(/\/(max)_|^(max)_/)?.slice(1).find(Boolean) ?? card.beside.split("/").pop()} ${formed(last(find(card.beside)), card)[0]}`);
     const lost = last(find((card.lost ?? []).find((one) => one.split("/")[0] === name.split("/")[0])));
     if (lost) notes.push(`${count(lost)} prompts lost`);
     const key = several || card.names.length > 1 ? h("i", { class: "key", css: { "--shade": `var(${COLOURS[(several ? place : index) % COLOURS.length]})` } }) : null;

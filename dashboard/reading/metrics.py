@@ -264,7 +264,7 @@ KINDS = (
     _Card("signal", "groups without signal", "groups_without_signal", form="share"),
     _Card("entropy", "entropy", "entropy"),
     _Card("kl", "KL from the reference", "kl"),
-    _Card("length", "response length", "response_length", beside="response_length_p95", form="count"),
+    _Card("length", "response length", "response_length", form="count"),
     _Card("truncated", "truncated", "truncation_rate", form="share"),
     _Card("gap", "log-probability gap", "mean_logprob_gap", beside="max_logprob_gap", form="small"),
     _Card("ratio", "generator ratio", "mean_generator_ratio", beside="max_generator_ratio", floor=None),
