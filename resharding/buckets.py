@@ -7,7 +7,7 @@ A bucket is a list of entries. An entry states a box of a tensor, its dtype, and
 bytes. A receiver that can map a part's memory reads the part in place (`SharedMemory`). The
 publisher copies all other parts into bucket memory, which later buckets reuse.
 
-This module also computes the checksum of a version, and encodes changed elements (deltas).
+This module also computes the checksum of a version.
 """
 
 from __future__ import annotations
@@ -437,69 +437,3 @@ def threads_beside(others: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# Delta: only the changed elements of a box, encoded as gaps and new bits.
-#
-#     changed       .  .  .  X  .  .  .  X  X  .         at 3, 7 and 8
-#     gaps          3           3        0               unchanged elements before each: one byte, or 255 and more bytes
-#     values        bits        bits     bits
-#
-# Positions count the box's elements, last dimension fastest. If 1% of the elements change, each
-# costs its own size plus about 1.1 bytes. Elements are compared bitwise: a zero that changes its
-# sign counts as changed.
-
-
-_ESCAPE = 255
-"""Gap byte for 255 unchanged elements; the gap continues in the next byte."""
-
-
-def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return a contiguous tensor's bits as flat unsigned integers, without a copy on the host."""
-    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().view(f"u{tensor.element_size()}")
-
-
-def delta_of(bits: np.ndarray, changed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Encode the changed elements as gaps ([bytes] uint8) and values ([changed] unsigned integers
-    of the elements' size). `bits` ([elements]) are the new bits; `changed` are ascending positions.
-
-    >>> gaps, values = delta_of(np.arange(10, dtype=np.uint16), np.array([3, 7, 8]))
-    >>> gaps.tolist(), values.tolist()
-    ([3, 3, 0], [3, 7, 8])
-    """
-    escapes, last = np.divmod(np.diff(changed, prepend=-1) - 1, _ESCAPE)
-    ends = np.cumsum(escapes + 1) - 1
-    gaps = np.full(int(ends[-1]) + 1 if len(ends) else 0, _ESCAPE, np.uint8)
-    gaps[ends] = last
-    return gaps, bits[changed]
-
-
-def apply_delta(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
-    """Overwrite the changed elements in `bits` ([elements]), the bits of the previous version.
-    Raises WeightSyncError, and changes nothing, if gaps, values and box do not match."""
-    ends = np.flatnonzero(gaps != _ESCAPE)
-    positions = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
-    if len(ends) != len(values) or (len(gaps) and (not len(ends) or ends[-1] != len(gaps) - 1)):
-        raise WeightSyncError(f"a delta has {len(values)} values and positions for {len(ends)}")
-    if len(positions) and positions[-1] >= len(bits):
-        raise WeightSyncError(f"a delta changes element {positions[-1]} of a box that has {len(bits)}")
-    bits[positions] = values
-
-
-def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
-    """Return the positions (ascending, in the box `outer`) that lie in the box `inner`, relative to
-    `inner`.
-
-    >>> within(np.array([1, 6, 7]), Box((0, 0), (2, 4)), Box((1, 2), (2, 4))).tolist()
-    [0, 1]
-    """
-    if inner == outer:
-        return positions
-    origin = [start - first for start, first in zip(inner.starts, outer.starts, strict=True)]
-    indices = [
-        at - shift for at, shift in zip(np.unravel_index(positions, outer.shape), origin, strict=True)
-    ]
-    inside = np.ones(len(positions), bool)
-    for at, extent in zip(indices, inner.shape, strict=True):
-        inside &= (at >= 0) & (at < extent)
-    return np.ravel_multi_index([at[inside] for at in indices], inner.shape)

@@ -30,7 +30,6 @@ from ..dataflow.errors import WeightSyncError, nearest
 from .buckets import (
     SLOTS,
     Entry,
-    apply_delta,
     box_sum,
     checksum_of,
     copy_elements,
@@ -39,6 +38,7 @@ from .buckets import (
     open_device_memory,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
+from .deltas import apply_delta
 from .publisher import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import (
     CHECKSUM_MODULUS,

@@ -43,17 +43,15 @@ from .buckets import (
     SLOTS,
     Cutter,
     Entry,
-    bits_of,
     box_sum,
     checksum_of,
     copy_elements,
-    delta_of,
     device_mapping,
     device_of,
     fingerprint,
-    within,
 )
 from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
+from .deltas import Shadow, bits_of, delta_of, within
 from .weights import Box, TensorPart, Weights
 
 GRACE_S = 1.0
@@ -112,7 +110,7 @@ class WeightPublisher:
         self._transport: Transport = transport
         self._device = device_of(transport)
         self._listener = Listener(host, self._serve)
-        self._shadow = _Shadow() if deltas else None
+        self._shadow = Shadow() if deltas else None
         self.sent = _Sent()
         self.num_bytes = 0
         self._memory = _BucketMemory(self._device, mapped=transport == "ipc")
@@ -286,7 +284,7 @@ class _Transfer:
         parts: Sequence[tuple[Entry, torch.Tensor]],
         memory: torch.Tensor,
         expected: Sequence[str],
-        shadow: _Shadow | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self.version = version
         self._shadow = shadow
@@ -614,50 +612,3 @@ class _BucketMemory:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-_MOST_CHANGED = 0.1
-"""Largest changed share of elements for a delta. Above it, sending the whole box is faster."""
-
-
-class _Shadow:
-    """The bits of each entry as last sent, in host memory, and their version."""
-
-    def __init__(self) -> None:
-        self.version: int | None = None
-        """The version of all entries; None without any, or if they belong to several versions."""
-        self.compared = 0
-        """Number of the last version's elements that were compared with the previous one."""
-        self.differed = 0
-        self._bits: dict[int, np.ndarray] = {}
-
-    def start_version(self) -> int | None:
-        """Start a version, and return the previous one. The caller must then set `version`."""
-        self.compared = self.differed = 0
-        # If the transfer breaks off, the bits belong to two versions.
-        base, self.version = self.version, None
-        return base
-
-    def forget(self) -> None:
-        """Free the memory. The next version is then sent whole."""
-        self.version = None
-        self._bits.clear()
-
-    def changed(self, number: int, bits: np.ndarray) -> np.ndarray | None:
-        """Store an entry's new bits ([elements]). Return the ascending positions that changed, or
-        None to send the whole entry because it is new or too much of it changed."""
-        before = self._bits.get(number)
-        if before is None or before.shape != bits.shape or before.dtype != bits.dtype:
-            # `bits` may be a view of bucket memory, which the next bucket overwrites.
-            self._bits[number] = bits.copy()
-            return None
-        differs = before != bits
-        count = int(np.count_nonzero(differs))
-        self.compared += len(bits)
-        self.differed += count
-        if count > _MOST_CHANGED * len(bits):
-            np.copyto(before, bits)
-            return None
-        positions = np.flatnonzero(differs)
-        before[positions] = bits[positions]
-        return positions

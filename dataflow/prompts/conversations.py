@@ -289,7 +289,7 @@ class _Run:
     turns: int = 1
 
 
-class Renderer:
+class TemplateRenderer:
     """Renders rows of messages with the chat template.
 
     Args:

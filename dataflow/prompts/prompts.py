@@ -41,7 +41,7 @@ from .formats import (
 )
 from .rendering import (
     MAX_CHARACTERS,
-    Rendering,
+    ReadPlan,
     first_with_value,
     mask_of,
     tokenise,
@@ -190,8 +190,8 @@ class _Understanding:
 class _Observer:
     """Collects the summary while rows are read part by part."""
 
-    def __init__(self, rendering: Rendering) -> None:
-        self._rendering = rendering
+    def __init__(self, plan: ReadPlan) -> None:
+        self._plan = plan
         self._examples: list[_Example] = []
         self._own_system = self._turns = self._trained_turns = self._split = self._rows = 0
         self._empty = self._equal = 0
@@ -205,7 +205,7 @@ class _Observer:
         # Count the additional rows of conversations that were split.
         self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
         columns = list(texts.responses.values())
-        stops = self._rendering.tokenizer.special_texts
+        stops = self._plan.tokenizer.special_texts
         for column in columns:
             ends = (next((end for end in stops if end and text.endswith(end)), "") for text in column)
             texts_only = (text.removesuffix(end) for text, end in zip(column, ends, strict=True))
@@ -218,7 +218,7 @@ class _Observer:
 
     def _add_example(self, tokens: Mapping[str, list[int]], answer: Any) -> None:
         # Show the decoded tokens, because the model sees these.
-        decode = self._rendering.tokenizer.backend.decode
+        decode = self._plan.tokenizer.backend.decode
         columns = [name for name in tokens if name.endswith("_ids")]
         shown = [decode(tokens[name], skip_special_tokens=False) for name in columns]
         parts: dict[str, tuple[str, ...]] = {}
@@ -233,20 +233,20 @@ class _Observer:
         self._examples.append(_Example(prompt, response, answer, rejected, parts))
 
     def _trains(self) -> str:
-        format, rendering = self._rendering.format, self._rendering
+        format, plan = self._plan.format, self._plan
         if format.text:
             return "every token of a text but the first"
-        turns = "; of several turns only the assistant's" if rendering.many_turns else ""
+        turns = "; of several turns only the assistant's" if plan.many_turns else ""
         if format.chosen:
             return f"the chosen and the rejected response, compared with each other{turns}"
-        if format.dialogue and rendering.settings.train_on == "all":
+        if format.dialogue and plan.settings.train_on == "all":
             split = (
                 "; the template changes earlier turns when later ones follow, so some conversations became several rows "
                 f"({self._split:,} more)"
             )
             rows = f"{self._trained_turns:,} in {_rows(self._rows)}"
             return f"every assistant turn, {rows} (train_on='all'){split if self._split else ''}"
-        if format.dialogue and rendering.answered:
+        if format.dialogue and plan.answered:
             turns = (
                 f"{self._trained_turns:,} of {self._turns:,} turns (train_on='last'; 'all' trains each)"
             )
@@ -257,8 +257,8 @@ class _Observer:
         return "no text of these rows: they are prompts, which the model is to answer"
 
     def _notes(self, rows: Rows, num_responses: int) -> Iterator[str]:
-        format = self._rendering.format
-        if self._rendering.repeats:
+        format = self._plan.format
+        if self._plan.repeats:
             yield "every response begins with its prompt, which is taken once"
         if self._empty:
             yield f"empty responses: {self._empty:,} of {num_responses:,}; they train the model to answer nothing"
@@ -276,7 +276,7 @@ class _Observer:
                 yield f"the messages in {column!r} have a field {unread[0]!r}, which does not change what is trained"
 
     def _chat_settings(self) -> str:
-        system, variables = self._rendering.settings.system, self._rendering.variables or {}
+        system, variables = self._plan.settings.system, self._plan.variables or {}
         said = "".join(f"; {name}={value!r}" for name, value in variables.items())
         if system is None:
             return said
@@ -291,22 +291,22 @@ class _Observer:
         images: Images | None = None,
     ) -> _Understanding:
         """Return the summary of all rows. `lengths` maps token columns to token counts [rows]."""
-        rendering = self._rendering
+        plan = self._plan
         responses = [np.asarray(value) for name, value in lengths.items() if name != "prompt_ids"]
         return _Understanding(
             source=rows.files,
             rows=len(rows.table),
-            format=rendering.format.name,
+            format=plan.format.name,
             columns={field.name: type_name(field.type) for field in rows.table.schema},
-            roles=_roles(rendering.format, answers, rows.table.column_names, rendering.chat, images),
+            roles=_roles(plan.format, answers, rows.table.column_names, plan.chat, images),
             trains=self._trains(),
-            chat=rendering.chat,
-            chat_reason=rendering.reason,
+            chat=plan.chat,
+            chat_reason=plan.reason,
             chat_settings=self._chat_settings(),
             prompts=_Lengths.of(lengths["prompt_ids"]),
             responses=_Lengths.of(np.concatenate(responses)) if responses else None,
             examples=tuple(self._examples),
-            extraction=_extraction(answers, rows, rendering.settings.extract_answer) if answers else "",
+            extraction=_extraction(answers, rows, plan.settings.extract_answer) if answers else "",
             choices=rows.choices,
             images="" if images is None else str(images),
             notes=tuple(self._notes(rows, sum(map(len, responses)))),
@@ -547,16 +547,16 @@ class Prompts:
                 refuse_mixed(name, rows)
         # Load this after the checks above, because it may download files.
         tokenizer = Tokenizer.load(source)
-        rendering = Rendering.decide(rows, format, tokenizer, how)
+        plan = ReadPlan.decide(rows, format, tokenizer, how)
         answers = find_answers(exact, format, how.answer, how.extract_answer)
-        observer = _Observer(rendering)
+        observer = _Observer(plan)
         parts: list[pa.Table] = []
         sources: list[np.ndarray] = []
         dropped = 0
         for start in range(0, len(rows.table), _PART):
             part = rows.part(start, _PART)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
-            texts = rendering.texts(part, counts)
+            texts = plan.texts(part, counts)
             # Drop texts that are too long before tokenising them, which would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)

@@ -16,7 +16,7 @@ from ..errors import UserError
 from .conversations import (
     Gap,
     Messages,
-    Renderer,
+    TemplateRenderer,
     Texts,
     divide_after_prompt,
     divide_all_turns,
@@ -42,7 +42,7 @@ _TURNS = re.compile(r"\n\n(Human|Assistant):")
 
 
 @dataclass(frozen=True)
-class Rendering:
+class ReadPlan:
     """How to convert the rows of a table to text.
 
     A row consists either of plain text or of messages. If the chat template is used, each plain
@@ -71,7 +71,7 @@ class Rendering:
         return marked or any(self.kinds[path] == "messages" for path in self.format.responses.values())
 
     @classmethod
-    def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> Rendering:
+    def decide(cls, rows: Rows, format: Format, tokenizer: Tokenizer, how: ReadSettings) -> ReadPlan:
         """Decide for all rows. Raises a `UserError` for an unsuitable column or setting."""
         columns = [path for path in (format.prompt, format.dialogue, *format.responses.values()) if path]
         kinds: dict[str, Kind] = {path: column_kind(rows, path) for path in columns}
@@ -117,7 +117,7 @@ class Rendering:
                 return Texts(prompts, answers, has_bos=self.has_bos)
             return _split_texts(rows, answers, self.has_bos)
         systems = as_text(rows.table.column(format.system)).to_pylist() if format.system else None
-        renderer = Renderer(
+        renderer = TemplateRenderer(
             rows, self.tokenizer, self.settings.system, self.variables or {}, systems, images
         )
         if column := format.dialogue:

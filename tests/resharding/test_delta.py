@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.buckets import apply_delta, bits_of, delta_of, within
-from weft.resharding.publisher import _MOST_CHANGED, _Shadow
+from weft.resharding.deltas import _MOST_CHANGED, Shadow, apply_delta, bits_of, delta_of, within
 from weft.resharding.weights import Box
 
 
@@ -28,7 +27,7 @@ def test_the_version_before_and_the_delta_make_the_version_after(rng: random.Ran
     after = before.copy()
     after[generator.random(count) < rng.choice([0, 0.001, 0.01, 0.5, 1])] += 1
     changed = np.flatnonzero(before != after)
-    shadow = _Shadow()
+    shadow = Shadow()
     assert shadow.changed(0, before) is None
     found = shadow.changed(0, after)
     if found is None:
@@ -66,7 +65,7 @@ def test_positions_in_a_part_of_a_box_are_those_of_its_elements(rng: random.Rand
 
 
 def test_a_shadow_finds_changes_since_the_previous_version():
-    shadow, tensor = _Shadow(), torch.zeros(30)
+    shadow, tensor = Shadow(), torch.zeros(30)
     assert shadow.changed(0, bits_of(tensor)) is None  # there is no previous version
     tensor[[3, 29]] *= -1
     found = shadow.changed(0, bits_of(tensor))
