@@ -252,7 +252,7 @@ class Batch:
         """Group the rows by the values of a column. Rows of a group need not be adjacent.
 
         Returns:
-            The sorted values `keys` `[groups]`, and `index` `[rows]`: row i has key
+            Sorted values `keys` `[groups]`, and `index` `[rows]`: row i has the key
             `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)

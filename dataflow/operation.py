@@ -297,8 +297,8 @@ class Declaration:
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """Return the operation for a call with these arguments. Raises a `UserError` if it is
-        invalid."""
+        """Return the operation for a call with these arguments. Raises a `UserError` for invalid
+        fields."""
         return Operation(
             self.name,
             self.shape,

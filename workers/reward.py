@@ -44,16 +44,16 @@ class RewardConfig(Config):
     """Reward functions, and how to handle samples that they cannot score."""
 
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
-    """Required. A reward function or grader, or several whose weighted sum is the reward. Parameter
-    names select columns of the data or of earlier nodes: `def score(response, answer) -> float`;
-    `response` is the text of the response. A parameter with a default is optional, and `**columns`
-    gets all other columns. `functools.partial` may fix arguments. Weft recognizes functions written
-    for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their parameters, and calls them as
-    their library does. `Reward(function=..., name=..., weight=...)` gives a function a name or a
-    weight."""
+    """Required. Set it to a reward function or grader, or to several whose weighted sum is the
+    reward. Parameter names select columns of the data or of earlier nodes: `def score(response,
+    answer) -> float`; `response` is the text of the response. A parameter with a default is
+    optional, and `**columns` gets all other columns. `functools.partial` may fix arguments. Weft
+    recognizes functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
+    parameters, and calls them as their library does. `Reward(function=..., name=..., weight=...)`
+    sets a name or a weight."""
     tokenizer: str | Path
-    """Required. The rollout's model: folder or Hugging Face id of the tokenizer to decode
-    responses."""
+    """Required. Set it to the rollout's model: folder or Hugging Face id of the tokenizer that
+    decodes responses."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """[s] Time limit for each sample, or for each call of a batch function; None selects the

@@ -76,10 +76,10 @@ class RolloutConfig(VllmSettings):
     """Model and generation engine of a rollout."""
 
     model: str | Path
-    """Required. The actor's model: a folder or Hugging Face id with the initial weights."""
+    """Required. Set it to the actor's model: folder or Hugging Face id with the initial weights."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """Generation engine. "vllm" is fast on CPUs and GPUs. "transformers" needs no further packages;
-    choose it for debugging."""
+    """Generation engine. "vllm" is fast on CPUs and GPUs; "transformers" needs no further packages.
+    Choose "transformers" for debugging."""
     max_context: int | None = Field(default=None, ge=2)
     """[tokens] Maximum length of prompt and response together; None selects the model's limit.
     Lower it to save memory."""
@@ -95,8 +95,8 @@ class RolloutConfig(VllmSettings):
     and layer. Trainers replay these routes ("router replay", arXiv:2510.11370). Set it if
     `mean_logprob_gap` is large, for example in half precision."""
     seeded: bool = True
-    """Give each response its own seed, so that every placement samples the same tokens. With False,
-    vLLM generates about 8 % more tokens per second."""
+    """Give each response its own seed, so that every placement samples the same tokens. Set it to
+    False for about 8 % more tokens per second from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with

@@ -43,7 +43,7 @@ def remote(
     soon as the method yields it; None publishes nothing, but lets another call run. A map returns
     one row for each input row, in the same order.
 
-    A method without columns returns its result, or a generator that yields None and finally returns
+    A method without columns returns its result, or a generator that yields None and returns
     (result, metrics).
 
     Args:
@@ -226,8 +226,7 @@ class Worker:
         return Coordinates(dp=self.context.rank)
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update. For handles, before graphs
-        run."""
+        """Load the weights of `leader` after every `every`-th update. Call it before graphs run."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"
