@@ -162,8 +162,7 @@ class ActorWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make a new version of the weights: `epochs` passes over the rows of `minibatches` steps
-        each.
+        """Make a new version of the weights: `epochs` passes over the rows of `minibatches` steps.
 
         With several minibatches, each rank shuffles and splits its own rows. With one pass and one
         minibatch, rows may arrive in several calls, and gradients accumulate until the `last` call.
@@ -197,9 +196,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers such as "rollout[0]". Return a record
-        for the receivers; the driver adds up all ranks' records. Do not change parameters until
-        `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers such as "rollout[0]", unchanged until
+        `finish_publishing`. Return a record for the receivers; the driver adds up all ranks'
+        records."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)

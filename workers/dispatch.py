@@ -93,8 +93,8 @@ class Dispatch:
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split rows with these costs into parts with similar totals: assign rows by falling cost to
-    the part with the lowest total so far. Ties go to the first such part.
+    """Split rows with these costs into parts with similar totals: assign each row, the most
+    expensive first, to the part with the lowest total so far. Ties go to the first such part.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]

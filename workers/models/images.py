@@ -114,8 +114,8 @@ class SeenPrompt:
 
 
 class ImageReader:
-    """Reads images with the processor in a model's folder. Messages call the model `model`. Raises
-    a UserError if the folder has no processor that `transformers` can load."""
+    """Reads images with the processor in a model's folder. `model` names the model in messages.
+    Raises a UserError if the folder has no processor that `transformers` can load."""
 
     def __init__(self, model: str | Path, folder: Path) -> None:
         self._model = model
