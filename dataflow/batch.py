@@ -89,8 +89,7 @@ class Batch:
         A column's types may differ if Arrow can promote one to the other (integers to floats).
 
         Raises:
-            UserError: there is no batch, the batches have different columns, or the types of a
-                column are incompatible.
+            UserError: there are no batches, their columns differ, or types are incompatible.
         """
         records = [b.record for b in batches]
         if not records:
@@ -151,8 +150,7 @@ class Batch:
         """Return a column as an array `[rows]`.
 
         Fixed-width columns are returned as read-only views, without a copy. Strings become Python
-        objects. A `JsonType` column becomes float64 if all its values are numbers, and objects
-        otherwise.
+        objects. A `JsonType` column becomes float64 if it has only numbers, else objects.
         """
         array = self[column]
         if is_json(array.type):
@@ -252,8 +250,7 @@ class Batch:
         """Group the rows by the values of a column. Rows of a group need not be adjacent.
 
         Returns:
-            Sorted values `keys` `[groups]`, and `index` `[rows]`: row i has the key
-            `keys[index[i]]`.
+            Sorted `keys` `[groups]`, and `index` `[rows]`: row i has the key `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index

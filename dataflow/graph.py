@@ -1,8 +1,7 @@
 """Graph: the nodes of a run and their dependencies, as plain data.
 
-A node depends on the nodes that wrote the columns that it reads, on the filters that its rows
-passed, and on the EXPAND node that created its rows. The placement decides where a node runs, and
-the schedule decides when.
+A node depends on the nodes that wrote its columns, on the filters that its rows passed, and on the
+EXPAND node that created its rows. Placement decides where a node runs, and the schedule when.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class Handle:
         self.given = config
         """The configuration that the user gave."""
         self.config = _from_here(config)
-        """The configuration that the run uses: with absolute paths, and with the LoRA adapter
-        settings of its leader."""
+        """The configuration that the run uses, with absolute paths and the leader's LoRA
+        settings."""
         self.name = name
         self.leader: Handle | None = None
         """The worker group whose weights this group loads."""

@@ -108,8 +108,7 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Concatenate columns, preserving all values. Raises a ValueError or TypeError if neither Arrow
-    nor JSON can represent them."""
+    """Concatenate columns, preserving all values. Raises the errors of `json_array`."""
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
         return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())

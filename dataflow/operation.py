@@ -62,8 +62,7 @@ def bind_signature(
     name: str | None = None,
     others: str = "",
 ) -> inspect.BoundArguments:
-    """Bind arguments like `inspect.Signature.bind`, apply defaults, and raise a `UserError` with
-    suggestions for wrong arguments.
+    """Bind arguments and defaults. Raises a `UserError` with suggestions for wrong arguments.
 
     Args:
         skip: number of parameters before the arguments (self, the rows).
@@ -297,8 +296,8 @@ class Declaration:
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """Return the operation for a call with these arguments. Raises a `UserError` for invalid
-        fields."""
+        """Return the operation for a call with these arguments. Raises a `UserError` if a computed
+        field is invalid."""
         return Operation(
             self.name,
             self.shape,

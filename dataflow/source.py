@@ -34,8 +34,7 @@ def file_columns(source: Source) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TableSource:
-    """A source with the rows of an Arrow table that has Weft's column names. For files, see
-    `dataflow/prompts/prompts.py`.
+    """A source with the rows of an Arrow table that has Weft's column names.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)

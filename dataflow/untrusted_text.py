@@ -96,8 +96,7 @@ _SUSPICIOUS = (
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Hide the secrets in a text. `[value of NAME]` replaces the value of a secret variable of
-    `environment` (default: this process's), and `[hidden]` replaces other text that looks like a
-    secret.
+    `environment` (default: this process's), and `[hidden]` other secrets.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
@@ -148,8 +147,7 @@ def both_ends(text: str, most: int) -> str:
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
     """Hide the secrets in settings (JSON values): fields with a secret's name, and parts of texts.
 
-    `by_name=False` ignores field names. Use it for data with fixed names, such as `token` in pages
-    of samples.
+    `by_name=False` ignores field names, for data with fixed names such as a sample's `token`.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}

@@ -140,7 +140,7 @@ class ActorWorker(TrainedWorker):
         entropies: bool = False,
     ) -> Batch:
         """Compute the log-probability of each token in the column `of`, under the current weights
-        at the sampling temperature.
+        and at the sampling temperature.
 
         `adapter=False` runs the model without its adapter (`weft.adapter_off`). `entropies=True`
         also writes the entropy of each token's distribution.
@@ -175,8 +175,8 @@ class ActorWorker(TrainedWorker):
             `changed_share` is the share of elements that changed in the last published version.
 
         Raises:
-            DivergedError: the last `stop_after_bad_steps` steps were bad. Their rows are in the
-                run's `skipped/`.
+            DivergedError: the last `stop_after_bad_steps` steps were bad. Their rows are in
+                `skipped/` in the run's directory.
         """
         published: Metrics = {}
         if last and self._publisher is not None:
@@ -196,9 +196,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers such as "rollout[0]", unchanged until
-        `finish_publishing`. Return a record for the receivers; the driver adds up all ranks'
-        records."""
+        """Offer this rank's part of the weights to receivers such as "rollout[0]". Parameters must
+        not change until `finish_publishing`. Return a record for the receivers; the driver adds up
+        all records."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -258,8 +258,7 @@ _LARGEST_GAP = 1e-3
 """[nats] Largest mean gap of a canary's tokens if both sides compute in float32. Usual gaps are
 about 1e-6 (docs/benchmarks.md)."""
 _LARGEST_HALF_GAP = 0.2
-"""[nats] The same limit if either side computes in half precision. Usual gaps are a few
-hundredths."""
+"""[nats] The same limit if either side uses half precision. Usual gaps are a few hundredths."""
 
 
 def check_canary(

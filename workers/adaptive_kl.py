@@ -65,9 +65,9 @@ class AdaptiveKlWorker(Worker):
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
-        """Set the coefficient for the next step from these samples' divergence. `old` is the column
-        of the sampling policy's log-probabilities. Return `kl_coefficient` (used in these rewards)
-        and `kl` (nats per response)."""
+        """Set the next step's coefficient from these samples' divergence. `old` is the column of
+        the sampling policy's log-probabilities. Return `kl_coefficient` (used in these rewards) and
+        `kl` (nats per response)."""
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
         kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])

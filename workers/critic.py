@@ -33,12 +33,11 @@ class CriticConfig(TrainedConfig):
 
 
 class CriticWorker(TrainedWorker):
-    """Trains a model with a scalar head: a critic with head="values", a reward model with
-    head="rewards".
+    """Trains a model with a scalar head: a critic (head="values") or a reward model
+    (head="rewards").
 
     The model may be any causal language model, or one with a scalar head, such as a trained reward
-    model. A new head starts with small weights drawn from the seed. `lora` trains the adapter and
-    the whole head.
+    model. A new head starts with small weights drawn from the seed. `lora` also trains the head.
     """
 
     Config = CriticConfig

@@ -25,8 +25,7 @@ from .models.model_folder import head_dim, num_heads, read_model_config, text_se
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Position of a rank in its group's mesh. Ranks with equal `dp` form one replica and get the
-    same rows."""
+    """Position of a rank in its group's mesh. Ranks with equal `dp` form a replica."""
 
     dp: int = 0
     tp: int = 0
@@ -76,7 +75,7 @@ class Dispatch:
     """Every rank gets the same rows and arguments. Calls with rows keep the first rank's result;
     other calls keep all ranks' results."""
     SPLIT_BY_DP: ClassVar[Dispatch]
-    """Split rows over data-parallel replicas, balanced by cost. All ranks of a replica get the same
+    """Split rows over data-parallel replicas, balanced by cost. A replica's ranks get the same
     rows."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
     """Split rows over generation replicas: each `micro_dp` of each `dp`. All ranks of a generation
@@ -163,8 +162,7 @@ Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of rows, in units of one token's linear cost: L + L^2 / A for L tokens
-    (arXiv:2502.21231).
+    """Cost of rows in units of a token's linear cost: L + L^2 / A for L tokens (arXiv:2502.21231).
 
     >>> RowCost(attention_length=1000)(np.array([500, 1000])).tolist()
     [750.0, 2000.0]
@@ -181,8 +179,7 @@ class RowCost:
 
 def row_cost_of(model: str | Path) -> RowCost:
     """Return a model's row cost, from the numbers of multiplications that its settings imply. If
-    settings are missing, each token costs 1. Attention layers with a sliding window count as
-    free."""
+    settings are missing, each token costs 1. Attention with a sliding window counts as free."""
     try:
         settings = text_settings(read_model_config(model))
     except UserError:

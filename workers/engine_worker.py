@@ -190,8 +190,8 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Copy the training state, and write it to a new folder in the background. Return the wait
-        [s]."""
+        """Copy the training state, and write it to a new folder in the background. Return the
+        number of seconds that training waited."""
         return self._updates.save(Path(path))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -201,8 +201,7 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restore weights, optimizer, version and random states from a checkpoint, written by any
-        number of ranks."""
+        """Restore the training state from a checkpoint, written by any number of ranks."""
         self._updates.load(Path(path))
 
 

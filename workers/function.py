@@ -72,8 +72,7 @@ class RecorderWorker(Worker):
             with replacing(path) as partial:
                 with pa.ipc.new_file(partial, kept.record.schema) as writer:
                     writer.write_batch(kept.record)
-                # Note the checksum before the file gets its final name, so that every finished file
-                # has one.
+                # Note the checksum before the final name, so that every finished file has one.
                 note_checksum(path, partial, self.context.rank)
 
     @cached_property

@@ -58,9 +58,8 @@ class RewardConfig(Config):
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """[s] Time limit for each sample, or for each call of a batch function; None selects the
     driver's `call_timeout_s`. After it, Weft requeues the samples without a score, and drops a
-    sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts a
-    function that runs Python without a debugger. Asynchronous calls are cancelled. Set it if a
-    grader may hang."""
+    sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts
+    Python code without a debugger. Asynchronous calls are cancelled. Set it if graders may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """[share] Maximum share of samples that may fail; a larger share ends the run. For the first
     100 samples, it is a share of 100, so that a few early failures do not end the run. With 0, the
@@ -276,8 +275,7 @@ def _check_answers(reward: Reward, source: Source) -> None:
 
 @contextlib.contextmanager
 def _working_directory_kept() -> Iterator[None]:
-    """Restore the working directory, because the user's relative paths depend on it. Functions may
-    change it, as code sandboxes do."""
+    """Restore the working directory, which functions such as code sandboxes may change."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -291,8 +289,7 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return mean, standard deviation, number (`scored`) and, if there are rewards, their
-    maximum."""
+    """Return mean, standard deviation, number (`scored`) and, unless there are none, maximum."""
     metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
     return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 

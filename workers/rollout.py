@@ -88,8 +88,7 @@ class RolloutConfig(VllmSettings):
     dtype if the actor publishes only its adapter. Choose "float32" to compare log-probabilities
     exactly with the trainer's."""
     adapter: Lora | None = None
-    """Adapter to serve on top of the model. The run sets it from the followed actor
-    (`Lora.published`)."""
+    """Adapter to serve. The run sets it from the followed actor (`Lora.published`)."""
     routes: bool = False
     """Record which experts process each token of a mixture of experts, in 2 bytes per token, expert
     and layer. Trainers replay these routes ("router replay", arXiv:2510.11370). Set it if
@@ -100,8 +99,7 @@ class RolloutConfig(VllmSettings):
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with
-    memory for two copies of the weights. Set it to False if transfers during sampling take too
-    long."""
+    memory for two copies of the weights. Set it to False if such transfers take too long."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
@@ -148,8 +146,8 @@ class RolloutConfig(VllmSettings):
 
 
 def context_at_start(model: str | Path) -> int:
-    """Return the context length of a model. If its settings lack one, import `transformers` for its
-    default, which takes seconds."""
+    """Return the context length of a model, from its settings or from the defaults of
+    `transformers`, whose import takes seconds."""
     context = context_of(read_model_config(model))
     if context is None:
         context = getattr(complete_text_settings(model), "max_position_embeddings", None)
@@ -318,8 +316,7 @@ class RolloutWorker(Worker):
             `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
-            SampleError: a prompt is empty or too long for the context, or its images are
-                unreadable.
+            SampleError: a prompt is empty or too long, or its images are unreadable.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(

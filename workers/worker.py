@@ -43,8 +43,8 @@ def remote(
     soon as the method yields it; None publishes nothing, but lets another call run. A map returns
     one row for each input row, in the same order.
 
-    A method without columns returns its result, or a generator that yields None and returns
-    (result, metrics).
+    A method without columns returns a result, or a generator that yields None and returns (result,
+    metrics).
 
     Args:
         dispatch: how to split rows over the ranks, and which ranks' results to keep.
@@ -91,8 +91,8 @@ class Context:
     rank: int = 0
     world_size: int = 1
     rendezvous: Rendezvous | None = None
-    """Where the ranks meet for `torch.distributed`; None if there is one rank, or if the ranks are
-    independent (`replaceable`)."""
+    """Where the ranks meet for `torch.distributed`; None in a group of one, and for independent
+    ranks (`replaceable`)."""
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
@@ -100,8 +100,7 @@ class Context:
     worker itself enforces deadlines."""
     at: Callable[[int | None], None] = lambda sample_id: None
     """Call this with a sample's id before work in which the sample may hang or end the process, and
-    with None afterwards. The driver then blames this sample, not all unfinished samples of the
-    call."""
+    with None afterwards. The driver then blames this sample, not all samples of the call."""
     local_rank: int = 0
     """Index of this rank among the group's ranks on its node."""
     node_rank: int = 0
@@ -185,8 +184,7 @@ class Worker:
             source: the graph's rows (`source.table`, a `pyarrow.Table`, and `source.name`).
 
         Raises:
-            UserError: a setting is wrong. The message names the setting, the rule and the closest
-                valid value.
+            UserError: a setting is wrong. The message names the rule and the closest valid value.
         """
 
     @classmethod
@@ -200,8 +198,7 @@ class Worker:
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
-        """Return the maximum number of prompt tokens that these calls allow; None without a
-        limit."""
+        """Return the maximum number of prompt tokens that these calls allow, or None."""
         return None
 
     @classmethod

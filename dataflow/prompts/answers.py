@@ -93,8 +93,7 @@ _THOUSANDS = re.compile(r"[-+$]{0,2}\d{1,3}(,\d{3})+(\.\d+)?")
 class Answers:
     column: str
     values: pa.ChunkedArray
-    """Text, or the file's values as `JsonType`. Values without a JSON form (dates) keep their
-    type."""
+    """Text, or the file's values as `JsonType` if they have a JSON form (dates do not)."""
     after_hashes: int = 0
     """Number of rows whose answer comes from after `####`."""
     boxed: int = 0

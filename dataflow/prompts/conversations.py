@@ -216,8 +216,7 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
 # Conversations
 
 Gap = tuple[int, int]
-"""(start, end) of characters of a response that are not trained: headers, users' and tools'
-turns."""
+"""(start, end) of characters of a response that are not trained: headers and others' turns."""
 
 
 @dataclass(frozen=True)
@@ -366,8 +365,7 @@ class Renderer:
         )
 
     def _render_row(self, row: int, dialogue: _Dialogue) -> tuple[bool, str, dict[str, list[_Run]]]:
-        """Return (whether the row's own system prompt overrides the setting, prompt, responses by
-        token column)."""
+        """Return (whether the row's own system prompt overrides the setting, prompt, responses)."""
         messages, is_own = self._with_system(row, dialogue.prompt)
         for response in dialogue.responses.values():
             _refuse_places(response)
@@ -452,7 +450,7 @@ class Renderer:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt to messages. Also return whether the row's own prompt overrides the
+        """Add the system prompt to messages. Also return whether the row's own overrides the
         setting."""
         has_own = messages[0]["role"] in _SYSTEM_ROLES
         column = self._own_systems[row] if self._own_systems else None
@@ -547,8 +545,8 @@ def divide_wholes(
     wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1
 ) -> _Dialogue:
     """Split conversations into their shared prompt and the responses. The prompt is the longest
-    shared beginning of at least `start` messages before an assistant turn. Raises a `UserError`
-    without one."""
+    shared beginning of at least `start` messages before an assistant turn. Raises a `UserError` if
+    there is no such beginning."""
     _check_ends(wholes, columns)
     first, *others = wholes.values()
     names = " and ".join(repr(columns[name]) for name in wholes)

@@ -269,18 +269,17 @@ TrainOn = Literal["last", "all"]
 
 
 class ReadSettings(Config):
-    """How to read rows as prompts. `Prompts.read` and `Prompts.from_rows` take these settings as
-    keyword arguments."""
+    """How to read rows as prompts: keyword arguments of `Prompts.read` and `Prompts.from_rows`."""
 
     prompt: str | None = None
     """Column of the prompts; `a.b` names a field of a struct. None uses the detected format's
     column. Set it if the rows have no known format."""
     answer: str | None = None
-    """Column of the ground truth. None uses the detected format's column. Set it for another
-    column."""
+    """Column of the ground truth. None uses the detected format's column. Set it if the column has
+    another name."""
     response: str | None = None
     """Column of the responses, for supervised training. None uses the detected format's column. Set
-    it for another column."""
+    it if the column has another name."""
     train_on: TrainOn = "last"
     """Which assistant turns of a conversation to train on: "last" or "all". Set it to "all" to
     learn from every assistant turn."""

@@ -112,8 +112,7 @@ class _Example:
     answer: Any = None
     rejected: str | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Maps token columns to the parts of a response with several turns. Trained and untrained parts
-    alternate; the first is trained."""
+    """Maps token columns to the trained and untrained parts of a response, which alternate."""
 
 
 @dataclass(frozen=True)
@@ -424,8 +423,7 @@ class Prompts:
     - `answer`, if the rows have a ground truth: the final answer of a worked solution, or the
       file's value. Text is a string. Numbers, booleans, lists and objects have the type `JsonType`:
       JSON text on disk, and values in Python.
-    - The file's other columns, unchanged. Values without an exact Arrow type have the type
-      `JsonType`.
+    - The file's other columns, unchanged. Values without an exact Arrow type become `JsonType`.
 
     Weft renames some columns of the file. Messages in a column `prompt` become `prompt_messages`,
     and worked solutions in a column `answer` become `full_answer`. A column with the name of a Weft
@@ -471,8 +469,8 @@ class Prompts:
             path: a file, a list of files, a folder, or the Hugging Face id of a data set. Files are
                 `.parquet`, `.jsonl` (one object per line), `.json` (the same, or one array of
                 objects), `.csv` or `.tsv` (with a header), or `.arrow`. Text files may be
-                compressed (`.jsonl.gz`). Data sets come from the local cache or the network, and
-                require the extra `datasets`.
+                compressed (`.jsonl.gz`). Data sets come from the cache or the network, and need the
+                extra `datasets`.
             tokenizer: the model's folder or Hugging Face id, or a loaded `Tokenizer`.
             split: split of a folder or data set. Default: the only split or `train`.
             subset: subset of a folder or data set. Default: the only subset, `default` or `main`.
@@ -508,8 +506,7 @@ class Prompts:
         """Create prompts from rows in memory, in any format for files.
 
         Args:
-            rows: a list of dictionaries, a `datasets.Dataset`, a pandas `DataFrame`, or an Arrow
-                table.
+            rows: dictionaries, a `datasets.Dataset`, a pandas `DataFrame`, or an Arrow table.
             tokenizer: see `read`.
             name: name of the source.
             settings: fields of `ReadSettings`.
@@ -600,8 +597,7 @@ class Prompts:
         return self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
 
     def up_to(self, tokens: int) -> Prompts:
-        """Drop prompts of more than `tokens` tokens. Does nothing unless `too_long` is `drop` and
-        some prompts remain."""
+        """Like `keeping_short`, for prompts of at most `tokens` tokens."""
         reason = f"longer than {tokens} tokens, which leaves the model no room for a response"
         return self.keeping_short(_lengths(self.table, "prompt_ids") <= tokens, reason)
 

@@ -329,8 +329,8 @@ def _turns_of_others(response: str) -> list[Gap]:
 
 
 MAX_CHARACTERS = 4_000_000
-"""Maximum number of characters of a text to tokenise, about a million tokens of English. More take
-minutes."""
+"""Maximum number of characters of a text to tokenise, about a million tokens of English. Longer
+texts take minutes."""
 
 
 def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Array]:
@@ -463,8 +463,7 @@ def _responses(
     prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
     """Map token columns to the tokens of responses. May shorten `prompts` in place."""
-    # Tokenise prompt and response together, so that the response's first word gets the tokens of
-    # continuous text.
+    # Tokenise prompt and response together, so that the response's first word continues the text.
     wholes = {
         name: _encode(tokenizer, list(map(str.__add__, texts.prompts, tails)), special)
         for name, tails in texts.responses.items()
@@ -477,8 +476,7 @@ def _responses(
         of_row = {name: column[row] for name, column in wholes.items()}
         if all(np.array_equal(whole[: len(prompt)], prompt) for whole in of_row.values()):
             continue
-        # A token spans the end of the prompt. Tokenise prompt and responses separately, as in
-        # generation.
+        # A token spans the end of the prompt. As in generation, tokenise both sides separately.
         alone = {name: _encode(tokenizer, [texts.responses[name][row]], False)[0] for name in of_row}
         if any(
             _text(tokenizer, np.concatenate([prompt, alone[name]])) != _text(tokenizer, whole)

@@ -165,8 +165,8 @@ class _ChatTemplate:
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its text blocks joined into one string. With images, the blocks stay
-    for the template. Raises a UserError for other content, which most templates would write as
-    Python."""
+    for the template. Raises a UserError for other content, because templates would write its Python
+    representation."""
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
         return dict(message)
@@ -370,8 +370,7 @@ class Tokenizer:
         """Encode B texts. By default, the tokenizer adds its special tokens.
 
         Returns:
-            (ids, offsets): the concatenated ids `[T]` int32, and the texts' offsets `[B + 1]`
-            int64. `([], [0])` for no texts.
+            (ids, offsets): ids `[T]` int32, and offsets `[B + 1]` int64. `([], [0])` for no texts.
         """
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
@@ -397,8 +396,7 @@ class Tokenizer:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Map names to Jinja sources of chat templates. Files take precedence over the
-    configuration."""
+    """Map names to Jinja sources of templates. Files take precedence over the configuration."""
     file = folder / "chat_template.jinja"
     files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}

@@ -98,8 +98,7 @@ class _SeenImage:
     tokens: np.ndarray
     """[tokens] int32, in place of the placeholder."""
     inputs: Mapping[str, Tensor]
-    """Maps names to the model's arguments, such as `pixel_values` [patches, values]. Those of
-    several images are concatenated."""
+    """Maps names to the model's arguments, such as `pixel_values` [patches, values]."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +259,8 @@ def is_type_that_sees(settings: Any) -> bool:
 
 
 def embed(backbone: Any, input_ids: Tensor, shown: ImageInputs) -> Tensor:
-    """Return the inputs of the text layers, [B, L, hidden]: the embeddings of tokens [B, L], with
-    image features in their places."""
+    """Return the inputs of the text layers, [B, L, hidden]: token embeddings, and image features in
+    the places of images."""
     embedded = backbone.get_input_embeddings()(input_ids)
     features = backbone.get_image_features(**shown.inputs, return_dict=True).pooler_output
     if not isinstance(features, torch.Tensor):
@@ -286,8 +285,7 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the vision tower. Rows without images do not use them, and rows with
-    images may use only some."""
+    """Yield the vision tower's parameters. A row may use some of them, or none."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

@@ -113,7 +113,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the token ids that end a response: those in the settings, and those that end training
+    """Return the token ids that end a response: in the settings, and at the end of training
     texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))

@@ -115,8 +115,7 @@ def _takes_lock(descriptor: int) -> bool:
 #     CACHE/folders/.qwen2-3f5a.../       an unfinished copy; the next process restarts it
 #     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes the copy
 #
-# The cache is in `~/.cache/weft` or in `WEFT_CACHE`. Each new copy deletes copies that were not
-# used for MAX_AGE_S.
+# The cache is in `~/.cache/weft` or `WEFT_CACHE`. A new copy deletes copies unused for MAX_AGE_S.
 
 
 MARKS = (
@@ -144,8 +143,7 @@ class FolderListing:
 
     name: str
     contents: str
-    """Checksum of names, sizes, small files and tensor samples; equal for the same model on two
-    nodes."""
+    """Checksum of names, sizes, small files and tensor samples; equal for equal models."""
     key: str
     """Name of the copy. It also depends on modification times, because samples may miss changes."""
     files: Mapping[str, int]
@@ -161,8 +159,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files of a model that workers read, or, without `weights`, those of its
-    tokenizer."""
+    """List the files of a model that workers read; without `weights`, those of its tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}

@@ -29,8 +29,7 @@ from .main_thread import ForkedCaller, portable_result, signals_noticed
 CLOSE_S = 10.0
 """[s] Maximum wait for the thread to end."""
 PAUSE_S = 0.5
-"""[s] Pause before the first retry of an asynchronous call. Each retry doubles it, up to
-LONGEST_PAUSE_S."""
+"""[s] Pause before the first retry of an asynchronous call. It doubles, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
 
 
@@ -56,9 +55,9 @@ class _AsyncCalls:
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
-        """Start a call as soon as its function's limits allow. Return a future with the result, or
-        with the exception of the last try. `call` creates a new awaitable for each try, which may
-        take `deadline_s` seconds."""
+        """Start a call as soon as its function's limits allow. Return a future with the result or
+        the last try's exception. `call` creates an awaitable for each try, which may take
+        `deadline_s`."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -72,8 +71,7 @@ class _AsyncCalls:
         return self._loop is not None
 
     def is_alive(self) -> bool:
-        """Return whether the loop responds. It does not while a function blocks it, which stops all
-        other functions too."""
+        """Return whether the loop responds. A function that blocks it stops all others too."""
         is_alive = self._beat is None or self._beat.done()
         if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
@@ -158,8 +156,7 @@ Logged = list[tuple[str, float]]
 
 class Caller:
     """Calls plain functions in this thread. If a function returns an awaitable, `calls` awaits it.
-    Functions that set signal handlers outside the main thread run in a child process from then
-    on."""
+    Functions that set signal handlers outside the main thread move to a child process."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = rewards

@@ -19,8 +19,7 @@ from .signature import ANSWERS, RewardRows, Signature, find_signature
 
 
 class Reward(Config):
-    """A reward function with options. With default options, `RewardWorker(function=...)` also takes
-    the plain function."""
+    """A reward function with options. `RewardWorker(function=...)` also takes plain functions."""
 
     function: Callable[..., Any]
     """Required. Set it to the reward function or a grader. `functools.partial` binds further
@@ -44,8 +43,7 @@ class Reward(Config):
     rejects calls; raise it if the service is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
     """[calls] Number of retries for an asynchronous call that raises. The first retry waits 0.5 s;
-    each later one waits twice as long as the one before. Raise it for a service that fails
-    occasionally."""
+    each later one waits twice as long as the one before. Raise it for an unreliable service."""
     per_second: float | None = pydantic.Field(default=None, gt=0)
     """[calls/s] Rate limit for asynchronous calls per rank; None disables it. Set it to a service's
     limit, divided by the number of ranks."""
@@ -98,8 +96,7 @@ class Reward(Config):
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable. This depends on the callable itself, not on a
-        function that it wraps."""
+        """Whether a call returns an awaitable. Functions that the callable wraps do not count."""
         own = self.function
         while isinstance(own, functools.partial):
             own = own.func
@@ -233,8 +230,7 @@ def _takes_none(annotation: Any) -> bool:
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Turn any exception of a reward function into one that fails only its sample, and does not end
-    the process or the loop.
+    """Turn any exception of a reward function into one that fails only its sample.
 
     >>> as_failure(SystemExit(3)), as_failure(GeneratorExit("gone"))
     (RuntimeError('it ended with SystemExit(3)'), RuntimeError("it raised GeneratorExit('gone')"))
@@ -246,8 +242,7 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a callable's signature. For a wrapper with only `*args` and `**kwargs`, this is the
-    wrapped function's.
+    """Return a callable's signature, or the wrapped one if it takes only `*args` and `**kwargs`.
 
     >>> def inner(response: str, answer: str) -> float: ...
     >>> @functools.wraps(inner)

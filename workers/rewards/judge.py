@@ -33,8 +33,7 @@ REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP status codes to retry."""
 RETRIES = 3
 """Number of retries if there is no reply or its status is in `REPEATED`. The pause doubles with
-each retry, up to LONGEST_PAUSE_S. A sample that still fails is requeued, and tried two more
-times."""
+each retry, up to LONGEST_PAUSE_S. Weft requeues a sample that still fails, up to two times."""
 LONGEST_PAUSE_S = 30.0
 REPLY_S, TOKEN_S = 60.0, 0.1
 """[s] Time limit of a request: the first, or the second for each of its `max_tokens` if longer."""
@@ -60,8 +59,7 @@ class Judge(Config):
     """Regular expression with one group, the score. The last match counts. Change it if the
     question asks for another format."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """[score] Worst and best score, which map to rewards 0 and 1. Change it together with the
-    question."""
+    """[score] Worst and best score, which map to rewards 0 and 1. Change it with the question."""
     key_variable: str = ""
     """Environment variable with the API key, on the driver and the ranks; empty sends no key. Weft
     never stores the key. Set it for a service that requires one."""
@@ -102,8 +100,7 @@ class Judge(Config):
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response. Raises a RuntimeError without the key if there is no reply or
-        score."""
+        """Grade one response. Raises a RuntimeError (without the key) if it gets no score."""
         lowest, highest = (f"{end:g}" for end in self.scale)
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}

@@ -56,8 +56,8 @@ class RewardRows:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column. A ground truth may have a name in `ANSWERS`. Raises a UserError without
-        one."""
+        """Return a column. A name in `ANSWERS` finds the ground truth. Raises a UserError if
+        missing."""
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
             if source not in self.rows:
