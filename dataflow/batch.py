@@ -174,7 +174,7 @@ class Batch:
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
-        """Return a ragged column as tensors that share memory with the batch: read-only.
+        """Return a ragged column as tensors that share memory with the batch. Do not write to them.
 
         Returns:
             The values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1
@@ -250,7 +250,7 @@ class Batch:
         """Group the rows by the values of a column. Rows of a group need not be adjacent.
 
         Returns:
-            Sorted `keys` `[groups]`, and `index` `[rows]`: row i has the key `keys[index[i]]`.
+            Sorted, distinct `keys` `[groups]`, and `index` `[rows]`: row i has `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index

@@ -1,7 +1,8 @@
 """Graph: the nodes of a run and their dependencies, as plain data.
 
 A node depends on the nodes that wrote its columns, on the filters that its rows passed, and on the
-EXPAND node that created its rows. Placement decides where a node runs, and the schedule when.
+EXPAND node that created its rows. The placement decides where a node runs; the schedule decides
+when.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def _no_node(name: str, module: str) -> str:
 
 
 def refusing_rows(part: type) -> None:
-    """Make instances of `part`, which are arguments of nodes, raise a UserError for rows."""
+    """Make instances of `part`, which are arguments of nodes, reject symbolic rows (UserError)."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return

@@ -37,7 +37,8 @@ class CriticWorker(TrainedWorker):
     (head="rewards").
 
     The model may be any causal language model, or one with a scalar head, such as a trained reward
-    model. A new head starts with small weights drawn from the seed. `lora` also trains the head.
+    model. A new head starts with small weights drawn from the seed. `lora` also trains the whole
+    head.
     """
 
     Config = CriticConfig

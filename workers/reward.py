@@ -59,7 +59,8 @@ class RewardConfig(Config):
     """[s] Time limit for each sample, or for each call of a batch function; None selects the
     driver's `call_timeout_s`. After it, Weft requeues the samples without a score, and drops a
     sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts
-    Python code without a debugger. Asynchronous calls are cancelled. Set it if graders may hang."""
+    Python functions that run outside a debugger. Asynchronous calls are cancelled. Set it if
+    graders may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
     """[share] Maximum share of samples that may fail; a larger share ends the run. For the first
     100 samples, it is a share of 100, so that a few early failures do not end the run. With 0, the

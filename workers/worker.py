@@ -43,8 +43,8 @@ def remote(
     soon as the method yields it; None publishes nothing, but lets another call run. A map returns
     one row for each input row, in the same order.
 
-    A method without columns returns a result, or a generator that yields None and returns (result,
-    metrics).
+    A method without columns returns a result, or a generator that yields None and finally returns
+    the result with metrics.
 
     Args:
         dispatch: how to split rows over the ranks, and which ranks' results to keep.
@@ -113,8 +113,8 @@ class Context:
     """GPUs that only this process sees, as in `CUDA_VISIBLE_DEVICES`. If empty, the process sees
     all GPUs of its node, and uses the one numbered like its local rank."""
     advance: Callable[[], None] = lambda: None
-    """Call this after each part of the work, such as a microbatch or an engine step. The driver
-    considers a rank hung that does not call it for `call_timeout_s`."""
+    """Call this after each part of the work, such as a microbatch or an engine step. If a rank does
+    not call it for `call_timeout_s`, the driver considers the rank hung."""
 
 
 def device_index(context: Context, visible: int) -> int:

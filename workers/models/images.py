@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...dataflow.source import Source
 
 _CACHED_BYTES = 256 << 20
-"""[bytes] Size of the cache for processed images. A prompt's samples arrive one after the other."""
+"""[bytes] Size of the cache for processed images. A prompt's samples share its images."""
 
 
 def check_images(model: str | Path, source: Source) -> None:

@@ -3,7 +3,7 @@
 Python can set signal handlers only on a process's main thread, which Ray occupies. Graders with
 timeouts need handlers, such as math-verify, which TRL's accuracy reward calls. If a function tries
 to set a signal handler on another thread, Weft abandons the call. From then on, Weft calls the
-function on the main thread of a child process. Others stay in the rank.
+function on the main thread of a child process. Other functions stay in the rank's process.
 """
 
 from __future__ import annotations
