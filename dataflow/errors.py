@@ -156,7 +156,7 @@ class ResultError(SampleError):
 
 
 class SymptomError(UserError):
-    """A run shows a symptom that `Driver(stop_on=...)` names. The message shows a sample."""
+    """A run shows a symptom that `Driver(stop_on=...)` names. The message includes a sample."""
 
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)

@@ -47,8 +47,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """Parse JSON. Error messages call the text `of`. Raises a UserError if the text is not JSON or
-    is nested too deep."""
+    """Parse JSON. `of` names the text in error messages. Raises a UserError if the text is not JSON
+    or is nested too deep."""
     try:
         value = json.loads(text)
     except RecursionError:

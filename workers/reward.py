@@ -115,7 +115,7 @@ class RewardConfig(Config):
 
     @property
     def has_parts(self) -> bool:
-        """Whether a function may return a dictionary, by its library or its annotation."""
+        """Whether a function may return a dictionary, according to its library or annotation."""
         return any(reward.may_return_parts for reward in self.rewards)
 
     def verdict(self, into: str) -> str | None:

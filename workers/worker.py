@@ -193,7 +193,7 @@ class Worker:
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return a function for the cost of rows. Replicas get rows of similar total cost."""
+        """Return the function that computes row costs. Replicas get rows of similar total cost."""
         return RowCost()
 
     @classmethod

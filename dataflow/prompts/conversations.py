@@ -450,8 +450,8 @@ class Renderer:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt to messages. Also return whether the row's own overrides the
-        setting."""
+        """Add the system prompt to messages. Also return whether the row's own system prompt
+        overrides the setting."""
         has_own = messages[0]["role"] in _SYSTEM_ROLES
         column = self._own_systems[row] if self._own_systems else None
         is_column = column is not None and bool(column.strip())

@@ -715,7 +715,8 @@ def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
 
 
 MAX_NESTING = 100
-"""Maximum nesting depth of objects and lists in a row. Thousands of levels would crash parsers."""
+"""Maximum nesting depth of objects and lists in a row. Recursive parsers would crash the process at
+tens of thousands of levels."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 _CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 _SURROGATE = re.compile("[\ud800-\udfff]")

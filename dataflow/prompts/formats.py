@@ -288,7 +288,7 @@ class ReadSettings(Config):
     `\boxed{}`. Set it to False if a grader needs the whole solution."""
     chat: bool | None = None
     """Wrap plain-text prompts in the chat template, as user messages. None does so if the tokenizer
-    has a template and the texts have no special tokens. Prompts of messages always use the
+    has a template and the texts have no special tokens. Prompts that are messages always use the
     template. Set it to False for a base model."""
     system: str | None = None
     """System prompt for conversations that do not begin with one. Set it to specify the format of

@@ -69,7 +69,7 @@ class _ChatTemplate:
             messages: messages `{"role": ..., "content": ...}`, oldest first. Content is text, or
                 blocks of type `text` and `image`. The template writes placeholders for images.
             add_generation_prompt: whether to end with the header of the assistant's turn.
-            continue_last: whether to end inside the last message, for generation to continue it.
+            continue_last: whether to end inside the last message, so that generation continues it.
             tools: JSON schemas of functions, for templates with tools.
             variables: further template variables, such as `enable_thinking=False`.
 

@@ -285,7 +285,8 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the vision tower's parameters. A row may use some of them, or none."""
+    """Yield the vision tower's parameters. Rows without images use none; others may use only
+    some."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

@@ -29,7 +29,7 @@ _TOKEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names for the number of experts per layer in models' settings."""
+"""Names of the setting for the number of experts per layer."""
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class _AsyncCalls:
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
         """Start a call as soon as its function's limits allow. Return a future with the result or
-        the last try's exception. `call` creates an awaitable for each try, which may take
-        `deadline_s`."""
+        the last try's exception. `call` creates an awaitable for each try. A try may take
+        `deadline_s` seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -71,7 +71,7 @@ class _AsyncCalls:
         return self._loop is not None
 
     def is_alive(self) -> bool:
-        """Return whether the loop responds. A function that blocks it stops all others too."""
+        """Return whether the loop responds. While a function blocks it, all others wait too."""
         is_alive = self._beat is None or self._beat.done()
         if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)

@@ -96,7 +96,8 @@ class Reward(Config):
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable. Functions that the callable wraps do not count."""
+        """Whether a call returns an awaitable. This depends on the callable itself, not on a
+        function that it wraps."""
         own = self.function
         while isinstance(own, functools.partial):
             own = own.func
@@ -108,7 +109,7 @@ class Reward(Config):
 
     @property
     def may_return_parts(self) -> bool:
-        """Whether the function may return a dictionary, by its library or its annotation."""
+        """Whether the function may return a dictionary, according to its library or annotation."""
         returns = str(self._takes.return_annotation).lower()
         annotated = bool(self.part) or "dict" in returns or "mapping" in returns
         return annotated or (self.signature is not None and self.signature.returns_parts)
