@@ -123,7 +123,7 @@ def _known() -> dict[str, list[tuple[str, _PeerName]]]:
 
 
 def peer_hint(name: str, known: Collection[str]) -> str:
-    """Return a suffix for an error about an unknown setting: Weft's name if another library has it.
+    """Return a suffix for an error message: Weft's name for another library's setting, or "".
 
     >>> peer_hint("num_generations", ["n", "steps"])
     "; num_generations is TRL's name: Weft's is 'n'"

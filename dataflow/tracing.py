@@ -226,8 +226,8 @@ class _Trace:
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
-    """Decorator: turn a function of rows and handles into a function that traces it for a source
-    and handles, and returns a `Graph`.
+    """Decorator: trace a function of rows and handles. Called with a source and handles, it returns
+    a `Graph`.
 
     Called with the symbolic rows of another graph, the function adds its nodes to that graph.
 

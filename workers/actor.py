@@ -302,8 +302,8 @@ class _WithGap:
 
 
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
-    """Decide for each followed group with an adapter whether to publish the adapter alone or merged
-    weights (`Lora.published`), and set the handles' `config` accordingly. Raises a UserError if the
+    """Decide for each followed group with an adapter what to publish: the adapter alone or merged
+    weights (`Lora.published`). Set the handles' `config` accordingly. Raises a UserError if the
     user asks for the adapter alone but a follower cannot take it."""
     handles = list(handles)
     for handle in handles:

@@ -231,7 +231,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Maps each split to words for it in names of files and folders."""
+"""Maps each split to the words that mark it in names of files and folders."""
 
 _OTHER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -402,7 +402,8 @@ def _read_hub(name: str, subset: str | None, split: str | None, limit: int | Non
 
 
 def _cached(name: str) -> str | None:
-    """Return a data set's folder in the local Hugging Face cache; None without data there."""
+    """Return a data set's folder in the local Hugging Face cache; None if its data is not
+    cached."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -302,9 +302,9 @@ class ReadSettings(Config):
     if a few long prompts determine the memory use."""
     too_long: TooLong = "error"
     """How to handle prompts that exceed `max_prompt_tokens`: "error" rejects the data, "drop" drops
-    the rows. This also covers rows that exceed the context of one of the run's models, which the
-    driver finds before it starts workers: prompts without room for a response, and given responses
-    that are too long. Choose "drop" if there is enough data without them."""
+    the rows. This also covers rows that exceed the context of one of the run's models: prompts
+    without room for a response, and given responses that are too long. The driver finds them before
+    it starts workers. Choose "drop" if there is enough data without them."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] Maximum number of rows to read. None reads all. Set it for a trial run."""
 

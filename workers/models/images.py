@@ -273,7 +273,7 @@ def positions(
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
     height and width (m-rope, arXiv:2409.12191); None if the model numbers image tokens like all
-    others. `inside` ([B, L] bool) is False for padding; None without padding on the left."""
+    others. `inside` ([B, L] bool) is False for padding; None if there is no padding on the left."""
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
         return None
@@ -285,8 +285,7 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the vision tower's parameters. Rows without images use none; others may use only
-    some."""
+    """Yield the vision tower's parameters. Rows without images use none; others may not use all."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

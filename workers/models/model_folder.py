@@ -222,7 +222,7 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
 
 def num_experts(settings: Any) -> int | None:
     """Return the number of experts per layer; None if the model is not a mixture of experts.
-    `settings` come from `complete_text_settings`."""
+    `settings` is the result of `complete_text_settings`."""
     counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
     return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
