@@ -22,7 +22,7 @@ MAX_OFFSET = 2**31 - 1
 
 
 class Batch:
-    """Rows with named, typed columns. Immutable: methods return new batches that share buffers.
+    """Immutable rows with named, typed columns. Methods return new batches that share buffers.
 
     >>> batch = Batch.of(reward=[1.0, 0.0], response_ids=[[5, 6, 7], [8]])
     >>> len(batch), batch.columns
@@ -40,8 +40,7 @@ class Batch:
         self.record = record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle as one Arrow IPC message: Arrow's own pickle of a slice contains the whole batch
-        # that was sliced.
+        # Pickle as one Arrow IPC message: Arrow's own pickle of a slice contains the whole batch.
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.record.schema) as writer:
             writer.write_batch(self.record)
@@ -52,10 +51,9 @@ class Batch:
         """Create a batch from columns.
 
         Args:
-            columns: the values of each column, one per row, as an Arrow array, numpy array, tensor
-                or list. Ragged columns may also be a pair of values `[T]` and cu_seqlens
-                `[rows + 1]`. Columns that Weft declares (`dataflow/column.py`) are converted to
-                their declared type.
+            columns: one value per row, as an Arrow array, numpy array, tensor or list. A ragged
+                column may also be a pair of values `[T]` and cu_seqlens `[rows + 1]`. Weft converts
+                the columns that it declares (`dataflow/column.py`) to their declared type.
         """
         return _batch({name: _array(name, data) for name, data in columns.items()})
 
@@ -66,7 +64,7 @@ class Batch:
 
     @classmethod
     def of_table(cls, table: pa.Table, *, max_bytes: int = MAX_OFFSET) -> Batch:
-        """Create a batch from all rows of a table. Columns with a single chunk are not copied.
+        """Create a batch from a table. Columns with a single chunk are not copied.
 
         Columns with several chunks and more than `max_bytes` bytes are converted to types with
         64-bit offsets (`large_string`, `large_list`).
@@ -88,12 +86,10 @@ class Batch:
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Concatenate batches with the same columns, in order.
 
-        The types of a column may differ if Arrow can promote one to the other, such as integers to
-        floats.
+        A column's types may differ if Arrow can promote one to the other (integers to floats).
 
         Raises:
-            UserError: there is no batch, the batches have different columns, or the types of a
-                column are incompatible.
+            UserError: there are no batches, their columns differ, or types are incompatible.
         """
         records = [b.record for b in batches]
         if not records:
@@ -123,8 +119,8 @@ class Batch:
         return str(column) in self.record.schema.names
 
     def __getitem__(self, column: object) -> pa.Array:
-        """Return the column with this name (or `Column`) as an Arrow array. Raises a `UserError`
-        that suggests the closest name if there is no such column."""
+        """Return the column with this name as an Arrow array. Raises a `UserError` that suggests
+        the closest name if there is no such column."""
         name = str(column)
         if name not in self.record.schema.names:
             hint = nearest(name, self.columns) or f"; it has {', '.join(self.columns)}"
@@ -151,11 +147,10 @@ class Batch:
     # Reading columns
 
     def numpy(self, column: object) -> np.ndarray:
-        """Return a column as a numpy array `[rows]`.
+        """Return a column as an array `[rows]`.
 
         Fixed-width columns are returned as read-only views, without a copy. Strings become Python
-        objects. A `JsonType` column becomes float64 if all its values are numbers, and objects
-        otherwise.
+        objects. A `JsonType` column becomes float64 if it has only numbers, else objects.
         """
         array = self[column]
         if is_json(array.type):
@@ -166,9 +161,8 @@ class Batch:
         return array.to_numpy(zero_copy_only=_has_fixed_width(array.type) and array.null_count == 0)
 
     def tensor(self, column: object) -> Tensor:
-        """Return a fixed-width column as a torch tensor `[rows]`. The tensor shares memory with the
-        batch, so do not write to it. Raises a `UserError` if the column does not hold one number
-        per row."""
+        """Return a column with one number per row as a torch tensor `[rows]`. The tensor shares
+        memory with the batch, so do not write to it. Raises a `UserError` for other columns."""
         array = self[column]
         if pa.types.is_boolean(array.type):  # Arrow packs booleans into bits, so copy them
             return torch.from_numpy(array.to_numpy(zero_copy_only=False))
@@ -180,8 +174,7 @@ class Batch:
         return _tensor(array)
 
     def ragged(self, column: object) -> tuple[Tensor, Tensor]:
-        """Return a ragged column as torch tensors that share memory with the batch: do not write to
-        them.
+        """Return a ragged column as tensors that share memory with the batch. Do not write to them.
 
         Returns:
             The values `[T]` and cu_seqlens `[rows + 1]`, int32 (int64 for more than 2**31 - 1
@@ -194,17 +187,16 @@ class Batch:
         return _tensor(values), _tensor(offsets)
 
     def ragged_numpy(self, column: object) -> tuple[np.ndarray, np.ndarray]:
-        """Like `ragged`, but return numpy arrays. Does not import torch."""
+        """Like `ragged`, but return numpy arrays, without importing torch."""
         values, offsets = self._lists(column)
         return values.to_numpy(), offsets.to_numpy()
 
     def lengths(self, column: object) -> np.ndarray:
-        """Return the number of items in each row of a ragged column, as integers `[rows]`."""
+        """Return the number of items in each row of a ragged column, `[rows]`."""
         return np.diff(self._lists(column)[1].to_numpy())
 
     def padded(self, column: object, *, fill: float = 0, left: bool = False) -> Tensor:
-        """Return a copy of a ragged column, padded with `fill` to `[rows, longest]`, in the same
-        dtype. `left` pads on the left side."""
+        """Return a copy of a ragged column, padded with `fill` to `[rows, longest]`."""
         values, cu_seqlens = self.ragged(column)
         lengths = cu_seqlens.diff()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -226,11 +218,10 @@ class Batch:
         return _batch(chosen) if chosen else Batch(self.record.select([]))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return the rows with these indices, in this order. Indices may repeat."""
+        """Return the rows with these indices, in this order."""
         return Batch(self.record.take(pa.array(np.asarray(rows, dtype=np.int64))))
 
     def slice(self, start: int, length: int) -> Batch:
-        """Return `length` rows, starting at row `start`, without copying."""
         return Batch(self.record.slice(start, length))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
@@ -244,8 +235,8 @@ class Batch:
         return [self.slice(int(start), size) for start, size in zip(starts, sizes, strict=False)]
 
     def with_columns(self, /, **columns: Any) -> Batch:
-        """Return the batch with these columns added or replaced. Columns may have any form that
-        `Batch.of` accepts. Raises a `UserError` if a column does not have one value per row."""
+        """Return the batch with these columns added or replaced, in any form that `Batch.of`
+        accepts. Raises a `UserError` if a column does not have one value per row."""
         merged: dict[str, Any] = {name: self.record.column(name) for name in self.columns}
         for name, data in columns.items():
             merged[name] = _array(name, data)
@@ -259,8 +250,7 @@ class Batch:
         """Group the rows by the values of a column. Rows of a group need not be adjacent.
 
         Returns:
-            The distinct values `keys` `[groups]` in ascending order, and `index` `[rows]`: row i
-            belongs to group `keys[index[i]]`.
+            Sorted, distinct `keys` `[groups]`, and `index` `[rows]`: row i has `keys[index[i]]`.
         """
         keys, index = np.unique(self.numpy(by), return_inverse=True)
         return keys, index
@@ -292,7 +282,7 @@ def ragged_array(values: np.ndarray, offsets: np.ndarray, item: pa.DataType | No
     """Create an Arrow list array.
 
     Args:
-        values: `[T]` items of all rows.
+        values: `[T]`.
         offsets: `[rows + 1]` integers; row i is `values[offsets[i]:offsets[i + 1]]`.
         item: Arrow type of the items. Default: the type of `values`.
 

@@ -1,4 +1,4 @@
-"""Child processes: start a Python program, exchange lines of JSON with a deadline, and end it.
+"""Child processes: start a Python program, exchange lines of JSON with it, and end it.
 
     child = ChildProcess("weft.algorithms.graders.math_program")
     child.receive(START_S)  # {"ready": True}
@@ -24,21 +24,19 @@ from pathlib import Path
 from typing import IO, Any
 
 EXIT_S = 0.05
-"""[s] Time that `kill` gives a process to end by itself, so that its own exit code is reported."""
+"""[s] Time that `kill` gives a process to end by itself, to report its own exit code."""
 
 
 class ChildProcess:
     """A Python program in its own process. Not thread-safe.
 
     Args:
-        program: name of a module to run with `python -m`, or path of a Python file.
-        log: file to append all output to. Without a log, standard output carries lines of JSON for
-            `receive`.
-        errors: file descriptor for standard error if there is no log. Default: standard error of
-            this process.
-        environment: variables to add to the environment.
-        detached: start a new session, so that signals from the terminal do not reach the process.
-        descriptors: file descriptors that the process inherits.
+        program: a module to run with `python -m`, or the path of a Python file.
+        log: file to append all output to. Without it, standard output carries JSON for `receive`.
+        errors: file descriptor for standard error without a log. Default: this process's.
+        environment: additional variables.
+        detached: start a new session, out of reach of the terminal's signals.
+        descriptors: inherited file descriptors.
 
     Raises:
         OSError: the process cannot be started.
@@ -77,12 +75,12 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; negative number of the signal that ended the process; None while it runs."""
+        """Exit code, or minus the number of the signal that ended it; None while running."""
         return self._process.poll()
 
     @property
     def status(self) -> str:
-        """State of the process: "running", or how it ended, such as "exit code 1" or "signal 9"."""
+        """State: "running", or the end of the process, such as "exit code 1" or "signal 9"."""
         code = self.exit_code
         return "running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -97,7 +95,7 @@ class ChildProcess:
         return self._process.stdout
 
     def ask(self, request: Any, deadline_s: float) -> Any:
-        """Send a request and return the reply; see `send` and `receive`."""
+        """Send a request and return the reply. Raises the errors of `send` and `receive`."""
         self.send(request)
         return self.receive(deadline_s)
 
@@ -110,11 +108,11 @@ class ChildProcess:
             raise EOFError(self.status) from None
 
     def receive(self, deadline_s: float) -> Any:
-        """Read the next line of JSON. Other lines, such as messages of libraries, are skipped.
+        """Read the next line of JSON. Skips other lines, such as messages of libraries.
 
         Args:
-            deadline_s: [s] time after which the process is killed. Otherwise, a late reply would
-                be taken for the reply to the next request.
+            deadline_s: [s] time after which to kill the process. Otherwise, its late reply would
+                look like the reply to the next request.
 
         Raises:
             TimeoutError: no line of JSON came in time.
@@ -136,7 +134,7 @@ class ChildProcess:
                     found = (json.loads(line),)
         finally:
             timer.cancel()
-            # The timer may be killing the process right now. `late` is final once it has ended.
+            # The timer may be killing the process right now. Once it has ended, `late` is final.
             timer.join()
         if late.is_set():  # the process is dead, even if a line came at the last moment
             raise TimeoutError(f"no reply within {deadline_s:g} s")
@@ -145,18 +143,18 @@ class ChildProcess:
         return found[0]
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for the process to end, at most `seconds` if given. Return whether it has ended."""
+        """Wait at most `seconds` for the process to end. Return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code is not None
 
     def close_input(self) -> None:
-        """Close the standard input of the process, which makes many programs end."""
+        """Close the process's standard input, which makes many programs end."""
         with suppress(OSError):
             self.stdin.close()
 
     def kill(self) -> str:
-        """Kill the process if it does not end by itself within `EXIT_S`. Return its `status`."""
+        """Kill the process unless it ends within `EXIT_S`. Return its `status`."""
         self.wait(EXIT_S)
         self._process.kill()
         self._process.wait()

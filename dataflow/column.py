@@ -1,6 +1,6 @@
-"""Columns: the named, typed fields of a row, declared once with type, shape and unit.
+"""Columns: the fields of a row, declared once with type, shape and unit.
 
-A ragged column holds one variable-length list per row, such as the tokens of a response. Its Arrow
+A ragged column holds a list of any length per row, such as the tokens of a response. Its Arrow
 offsets are the `cu_seqlens` of attention kernels and losses.
 """
 
@@ -29,7 +29,7 @@ class Column:
     type: pa.DataType
     doc: str
     made: str = ""
-    """How to get the column into a graph; part of the error if no node writes it."""
+    """Advice on how to get the column; part of the error if no node writes it."""
 
     def __str__(self) -> str:
         return self.name
@@ -38,7 +38,7 @@ class Column:
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 INTS, FLOATS, FLAGS = ragged(int32), ragged(float32), ragged(pa.uint8())
 
-# Identity: columns of every row. Nodes only get DRAW_PATH and MADE_BEFORE if they name them.
+# Identity: columns of every row. A node gets DRAW_PATH and MADE_BEFORE only if it names them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the parent row; for rows of a source, their own")
@@ -173,16 +173,15 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
     MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
 }
-"""Columns with one value per token, keyed by the column with the token ids. New rows with other
-tokens do not inherit them."""
+"""Maps a column of token ids to the columns with one value per token. New rows with other tokens do
+not inherit these columns."""
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
-"""All columns that Weft declares, keyed by name. Users' own columns need no declaration."""
+"""Maps names to all columns that Weft declares. Users' own columns need no declaration."""
 
 
 def not_inherited(written: Collection[str]) -> set[str]:
-    """Return the columns that new rows do not inherit from their parents if the node that creates
-    them writes the columns `written`.
+    """Return the columns that new rows do not inherit if their node writes the columns `written`.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
     ['chosen_mask', 'chosen_reference_logprobs', 'routes']

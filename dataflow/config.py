@@ -17,9 +17,9 @@ from .peer_names import peer_hint
 class Config(pydantic.BaseModel):
     """Base of all configuration classes: frozen and strict, with hints for unknown settings.
 
-    Types are strict: a text or number field rejects values of another type, and numbers must be
-    finite unless the field allows infinity (`Field(allow_inf_nan=True)`). Lists are accepted as
-    tuples, mappings as nested settings, and numpy numbers as Python numbers.
+    Fields reject text for numbers and numbers for text. Numbers must be finite unless the field
+    sets `Field(allow_inf_nan=True)`. Fields accept lists for tuples, mappings for nested settings,
+    and numpy numbers for Python numbers.
 
     >>> class Toy(Config):
     ...     rate: float = pydantic.Field(1.0, gt=0)
@@ -32,11 +32,11 @@ class Config(pydantic.BaseModel):
     """
 
     retired: ClassVar[Mapping[str, str]] = {}
-    """Former names of settings -> what to use instead."""
+    """Maps former names of settings to advice on what to use instead."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings that a resumed run may change freely, since they do not affect results."""
+    """Settings that a resumed run may change, because they do not affect results."""
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset()
-    """Settings that a resumed run may not change, since checkpoints depend on them."""
+    """Settings that a resumed run may not change, because checkpoints depend on them."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid",
@@ -78,8 +78,8 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def resume_rules(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """Return (`free_on_resume`, `fixed_on_resume`), combined over the class and its parents."""
-        # Read each class's own value: an attribute of `cls` would hide those of its parents.
+        """Return (`free_on_resume`, `fixed_on_resume`) of the class and its parents."""
+        # An attribute of `cls` hides those of its parents, so read each class's own value.
         parents = [vars(each) for each in cls.__mro__]
         free, fixed = (
             frozenset().union(*(each.get(name, ()) for each in parents))
@@ -89,7 +89,7 @@ class Config(pydantic.BaseModel):
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """Return the suffix of an error about an unknown setting: what to use instead."""
+        """Return a suffix for the error about an unknown setting: what to use instead."""
         # A subclass's `retired` hides its parent's, so check each class.
         for each in cls.__mro__:
             if gone := vars(each).get("retired", {}).get(name):
@@ -99,7 +99,7 @@ class Config(pydantic.BaseModel):
 
     @staticmethod
     def problem(problem: Any) -> str:
-        """Return the message for a validation error of pydantic, with the rejected value and, for a
+        """Return the message for pydantic's validation error, with the rejected value and, for a
         choice, the closest allowed value."""
         message, value = problem["msg"][:1].lower() + problem["msg"][1:], problem["input"]
         match problem["type"]:
@@ -116,7 +116,6 @@ class Config(pydantic.BaseModel):
 
 
 def _of_kind(value: Any, field: Any) -> Any:
-    # The annotation and, for a union, its members.
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
@@ -134,8 +133,7 @@ def _of_kind(value: Any, field: Any) -> Any:
 
 
 def flattened(settings: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one mapping keyed by dotted names, which start with `name`. Lists
-    are not flattened.
+    """Flatten nested mappings to one mapping with dotted names, which start with `name`.
 
     >>> flattened({"schedule": {"steps": 3}, "seed": 0, "graphs": ["a"]})
     {'schedule.steps': 3, 'seed': 0, 'graphs': ['a']}

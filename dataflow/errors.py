@@ -35,9 +35,8 @@
          └─ Ended                              a signal ended the process
 
 `launch` and the `weft` command print the message and the advice of an error, without a traceback. A
-script that ends with a `UserError` prints its message. Tracebacks and notebooks show the advice
-below the message. Every folder may import this module, because it imports no other Weft module at
-its top level.
+script that ends with a `UserError` prints only its message. Every folder may import this module,
+because it imports no other Weft module at its top level.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from typing import Any, ClassVar
 
 
 class WeftError(Exception):
-    """Base class of Weft's errors. `advice` is shown below the message."""
+    """Base class of Weft's errors. Tracebacks and notebooks show `advice` below the message."""
 
     advice: ClassVar[str] = ""
 
@@ -71,7 +70,7 @@ class Ended(SystemExit):
 
 
 class Silent(BaseException):
-    """A call in the driver's process was silent for too long. `stack` shows where it was."""
+    """A call in the driver's process was silent for too long. `stack` is its stack trace."""
 
     def __init__(self, stack: str = "") -> None:
         super().__init__(stack)
@@ -79,7 +78,7 @@ class Silent(BaseException):
 
 
 class Cancelled(BaseException):
-    """A call on a rank is canceled. The call still publishes its finished rows."""
+    """A call on a rank is canceled. The call still publishes the rows that it has finished."""
 
 
 class NeedsMainThread(BaseException):
@@ -98,12 +97,12 @@ class Planned(BaseException):
 class UserError(WeftError, ValueError):
     """A mistake in the user's settings, graph, data or placement.
 
-    A command or script that does not catch the error prints the message and ends with exit code 2.
+    If no code catches the error, the command or script prints the message and exits with code 2.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # Keep a hook that a notebook, a debugger or the user installed.
+        # Keep the hook of a notebook, a debugger or the user.
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _end_script
 
@@ -111,7 +110,7 @@ class UserError(WeftError, ValueError):
 def _end_script(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    # Interactive sessions and Python's development mode (`python -X dev`) keep the traceback.
+    # Interactive sessions and `python -X dev` keep the traceback.
     keeps = sys.flags.dev_mode or sys.flags.interactive or hasattr(sys, "ps1")
     if keeps or not isinstance(error, UserError):
         sys.__excepthook__(kind, error, traceback)
@@ -133,7 +132,7 @@ class SettingError(UserError):
 
 
 class GraphError(UserError):
-    """The graph breaks rules. The message has a line for each, with the closest valid name."""
+    """The graph breaks rules. The message names each rule and the closest valid name."""
 
 
 class NoSuchNodeError(UserError, AttributeError):
@@ -145,7 +144,7 @@ class NoSuchRunError(UserError):
 
 
 class SampleError(UserError):
-    """Certain samples are invalid. The message names them, and `sample_ids` lists their ids."""
+    """Certain samples are invalid. The message names them; `sample_ids` lists their ids."""
 
     def __init__(self, message: str, sample_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -162,18 +161,18 @@ class SymptomError(UserError):
     def __init__(self, message: str, sample: object = None) -> None:
         super().__init__(f"{message}\n{sample}" if sample else message)
         self.sample = sample
-        """One of the most recently recorded samples; None if there are none."""
+        """A recently recorded sample, or None."""
 
 
 class NoSignalError(SymptomError):
-    """In the first steps, the rewards within each group are equal, so all advantages are 0."""
+    """In the first steps, all rewards within each group are equal, so all advantages are 0."""
 
 
 # Errors that end a run
 
 
 class RunError(WeftError, RuntimeError):
-    """A run cannot continue. The message explains why without a traceback. Exit code 1."""
+    """A run cannot continue. The command prints the message without a traceback. Exit code 1."""
 
 
 class StalledError(RunError):

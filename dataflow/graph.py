@@ -1,8 +1,8 @@
 """Graph: the nodes of a run and their dependencies, as plain data.
 
-A node depends on the nodes that wrote the columns that it reads, on the filters that its rows
-passed, and on the EXPAND node that created its rows. The placement decides where a node runs; the
-schedule decides when.
+A node depends on the nodes that wrote its columns, on the filters that its rows passed, and on the
+EXPAND node that created its rows. The placement decides where a node runs; the schedule decides
+when.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from .source import Source, TableSource, file_columns
 # Node: one operation of a graph and its dependencies.
 
 SOURCE = 0
-"""Level of the source's rows. The output rows of each EXPAND have a level of their own."""
+"""Level of the source's rows. The output rows of each EXPAND have their own level."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation of a graph and its dependencies."""
-
     name: str
     group: str | None
-    """Name of the worker group that runs the node; None for a pure function."""
+    """Worker group that runs the node; None for a pure function."""
     operation: Operation
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     reads: tuple[str, ...]
-    """Columns that the node gets: all required columns, and the optional columns that exist."""
+    """Columns that the node gets: required columns, and optional ones that exist."""
     missing: tuple[str, ...]
-    """Required columns that its rows lack; `Graph.validate` rejects such a graph."""
+    """Required columns that do not exist; `Graph.validate` rejects such a graph."""
     writes: tuple[str, ...]
     level: int
-    """Level of its input rows."""
+    """Level of the input rows."""
     makes_level: int | None
-    """Level of its output rows (EXPAND only)."""
+    """Level of the output rows (EXPAND only)."""
     writers: Mapping[str, str]
-    """Name of the node that wrote each column of `reads`, keyed by column; "" for the source."""
+    """Maps each column of `reads` to the node that wrote it, or "" for the source."""
     after: tuple[str, ...]
     """Nodes that must finish a row (or its ancestor) before this node gets it."""
     path: tuple[str, ...] = ()
-    """Names of the nested graphs that contain the node, outermost first."""
+    """Nested graphs that contain the node, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ W = TypeVar("W")
 
 
 def _from_here(config: Any) -> Any:
-    """Make paths of models and tokenizers absolute: reward functions may change the directory."""
+    """Make model and tokenizer paths absolute, because reward functions may change directory."""
     found: dict[str, Any] = {}
     for name, value in dict(config).items() if isinstance(config, Config) else ():
         if isinstance(value, str | Path) and ("model" in name or "tokenizer" in name):
@@ -84,9 +82,8 @@ def _from_here(config: Any) -> Any:
 class Handle:
     """A worker group in a script: its worker class, configuration and name.
 
-    Inside a `@graph` function, calling one of its methods with rows records a node. `weft.group`
-    returns a handle typed as the worker class, so that "go to definition" works on
-    `rollout.generate`.
+    A method call with rows inside a `@graph` function records a node. `weft.group` declares the
+    worker class as its return type, so that "go to definition" works on `rollout.generate`.
     """
 
     def __init__(self, worker_class: type, config: Any, name: str | None) -> None:
@@ -94,8 +91,8 @@ class Handle:
         self.given = config
         """The configuration that the user gave."""
         self.config = _from_here(config)
-        """The configuration that the run uses: with absolute paths, and with the LoRA adapter
-        settings of its leader."""
+        """The configuration that the run uses, with absolute paths and the leader's LoRA
+        settings."""
         self.name = name
         self.leader: Handle | None = None
         """The worker group whose weights this group loads."""
@@ -104,7 +101,7 @@ class Handle:
 
     @property
     def called(self) -> str:
-        """The given name, or else a name derived from the class: "actor" for `ActorWorker`."""
+        """The given name, or a name derived from the class: "actor" for `ActorWorker`."""
         return self.name or self.worker_class.__name__.removesuffix("Worker").lower()
 
     @property
@@ -114,7 +111,7 @@ class Handle:
 
     @property
     def vllm_backend(self) -> str:
-        """The vLLM backend that sends this group's weights; empty for none."""
+        """The vLLM backend that sends this group's weights, or ""."""
         return getattr(self.given, "vllm_backend", "")
 
     def __repr__(self) -> str:
@@ -164,7 +161,7 @@ class Handle:
 
 
 def declared(worker_class: type, method: str) -> Declaration | None:
-    """Return the declaration, possibly inherited, of a worker's method; None if not remote."""
+    """Return the declaration of a worker's method, possibly inherited; None if not remote."""
     for each in worker_class.__mro__:
         declaration = declaration_of(vars(each).get(method))
         if declaration is not None:
@@ -173,8 +170,8 @@ def declared(worker_class: type, method: str) -> Declaration | None:
 
 
 def group(worker_class: type[W], *, name: str | None = None, **settings: Any) -> W:
-    """Create a handle for a worker group. `settings` are the fields of `worker_class.Config`. By
-    default, the group is named after the graph parameter that it is first passed to."""
+    """Create a handle for a worker group. `settings` are the fields of `worker_class.Config`. The
+    default name is that of the first graph parameter that the handle is passed to."""
     made_of = getattr(worker_class, "Config", None)
     if not isinstance(made_of, type):
         raise UserError(
@@ -213,7 +210,7 @@ _BOXES = {Shape.MAP: "[{}]", Shape.GROUP: "[[{}]]", Shape.FILTER: "{{{}}}", Shap
 
 
 def _mermaid(graph: Graph) -> str:
-    """Return a Mermaid flowchart. Solid edges carry columns, dotted edges carry weights."""
+    """Return a Mermaid flowchart. Solid edges carry columns; dotted edges carry weights."""
     ids = {"": "source"} | {n.name: f"n{i}" for i, n in enumerate(graph.nodes)}
     lines = ["flowchart LR", f"  source[({_quoted(graph.source.name)})]"]
     for path in dict.fromkeys(n.path for n in graph.nodes):
@@ -236,10 +233,9 @@ def _mermaid(graph: Graph) -> str:
 
 
 def _parameter_edges(ids: Mapping[str, str], graph: Graph) -> list[str]:
-    """Return the dotted edges, from the node that updates the weights to each node that uses them.
+    """Return the dotted edges, from the node that updates the weights to the nodes that use them.
 
-    A group without such a node in this graph is drawn as a separate box; another graph of the run
-    may contain the node.
+    A group without such a node gets a separate box. Another graph may contain the node.
     """
     groups = dict.fromkeys(g for e in graph.follows for g in (e.leader, e.follower))
     alone = {g: f"g{i}" for i, g in enumerate(groups)}
@@ -280,8 +276,7 @@ def _column_problems(graph: Graph) -> Iterable[str]:
         for column in node.writes:
             if column in identity:
                 yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
-            # An EXPAND creates new rows, so a dialogue's next prompt may reuse the column of the
-            # first.
+            # An EXPAND creates new rows, so a dialogue may write each turn's prompt to one column.
             elif column in written and node.makes_level is None:
                 already = written[column]
                 yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
@@ -327,7 +322,7 @@ def _why_missing(column: str, position: int, graph: Graph) -> str:
 
 
 def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether the rows of a level descend from the rows that a node created."""
+    """Whether the rows of a level descend from rows that `node` created."""
     while level != SOURCE:
         if level == node.makes_level:
             return True
@@ -372,7 +367,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Graph:
-    """The result of a `@graph` function. Print it, draw it with `mermaid()`, or `validate()` it."""
+    """The result of a `@graph` function. You can print, draw (`mermaid`) and `validate` it."""
 
     name: str
     source: Source
@@ -402,17 +397,16 @@ class Graph:
 
     @property
     def levels(self) -> dict[int, str]:
-        """Name of the source, or of the node that created the rows, keyed by level."""
+        """Maps each level to the node that created its rows; level 0 to the source."""
         return {SOURCE: self.source.name} | {
             n.makes_level: n.name for n in self.nodes if n.makes_level is not None
         }
 
     def parent_level(self, level: int) -> int:
-        """Return the level of the parent rows of a level."""
         return next(n.level for n in self.nodes if n.makes_level == level)
 
     def level_of(self, writer: str) -> int:
-        """Return the level of the rows that a node writes its columns to ("" for the source)."""
+        """Return the level of the rows that a node ("" for the source) writes its columns to."""
         if not writer:
             return SOURCE
         node = self[writer]
@@ -422,10 +416,10 @@ class Graph:
         """Check the rules of the graph, and return the graph.
 
         Args:
-            also: the other graphs of the run. They may update leaders of this graph's groups.
+            also: the other graphs of the run, which may update leaders of this graph's groups.
 
         Raises:
-            GraphError: the graph breaks rules; the message has a line for each.
+            GraphError: the graph breaks rules; the message has one line per rule.
         """
         updated = [n.group for g in (self, *also) for n in g.nodes if n.group and n.operation.updates]
         followers = {e.follower for e in self.follows}
@@ -438,8 +432,7 @@ class Graph:
         return self
 
     def refuse_problems(self, more: Iterable[str] = ()) -> None:
-        """Raise a `GraphError` if the graph breaks rules that do not depend on other graphs, or if
-        there are `more` problems."""
+        """Raise a `GraphError` if there are `more` problems, or if the graph alone breaks rules."""
         own = (*_column_problems(self), *_group_problems(self), *_cycle_problems(self))
         if problems := [*own, *more]:
             raise GraphError("\n".join(problems))
@@ -470,7 +463,7 @@ class Graph:
         }
 
     def outline(self) -> dict[str, Any]:
-        """Return the parts of the graph that a ledger needs, as JSON values."""
+        """Return the parts of the graph that the ledger needs, as JSON values."""
         kept = ("reads", "writes", "level", "makes_level", "writers", "after")
         nodes: list[dict[str, Any]] = []
         for n in self.nodes:
@@ -484,7 +477,7 @@ class Graph:
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Graph:
-        """Create a graph for a ledger from an outline. It cannot run, and its source is empty."""
+        """Create a graph for a ledger. It cannot run, and its source is empty."""
         nodes: list[Node] = []
         for fields in outline["nodes"]:
             # JSON has no tuples, so restore them.

@@ -1,10 +1,9 @@
 """JsonType: an Arrow type for columns of Python values that no plain Arrow type preserves exactly.
 
-An Arrow column has a single type. Arrow gives all objects in a column the same keys, turns integers
-into floats if a column has both, and rejects a mix of numbers and text. Reward functions must get
-the original values, so Weft stores such columns as JSON text with the type `JsonType`. `to_pylist`
-and `as_py` return the original values. Readers that do not know the type, such as DuckDB, see the
-JSON text.
+Arrow gives all objects in a column the same keys, turns integers into floats if a column has both,
+and rejects a mix of numbers and text. Reward functions must get the original values, so Weft stores
+such columns as JSON text of the type `JsonType`. `to_pylist` and `as_py` return the original
+values. Readers that do not know the type, such as DuckDB, see the text.
 
 >>> exact_array([5, "five", {"a": 1}, {"b": None}, None]).to_pylist()
 [5, 'five', {'a': 1}, {'b': None}, None]
@@ -34,7 +33,7 @@ class _JsonScalar(pa.ExtensionScalar):
 
 
 class JsonType(pa.ExtensionType):
-    """Arrow extension type: JSON text that is read as the value it encodes."""
+    """Arrow extension type: JSON text that Python reads as the value it encodes."""
 
     def __init__(self, storage: pa.DataType = pa.string()) -> None:
         super().__init__(storage, "weft.json")
@@ -68,8 +67,8 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
 
     Returns:
         An array of a plain Arrow type if that preserves all values, otherwise of `JsonType`. Tuples
-        become lists. If neither preserves the values, Arrow converts objects and lists, for example
-        objects with dates and different keys.
+        become lists. If JSON cannot hold objects or lists, such as objects with dates and different
+        keys, Arrow converts them.
 
     Raises:
         ValueError or TypeError: neither Arrow nor JSON can represent the values.
@@ -78,20 +77,20 @@ def exact_array(values: Sequence[Any]) -> pa.Array:
         array = pa.array(values)
     except CANNOT_HOLD:
         return json_array(values)
-    # Arrow converts silently, for example integers to floats.
+    # Arrow may have converted values, such as integers to floats.
     if _gives_back(array, values):
         return array
     try:
         return json_array(values)
     except (TypeError, ValueError):
-        # JSON failed as well. For nested values, accept Arrow's conversion.
+        # JSON failed too. Accept Arrow's conversion of nested values.
         if pa.types.is_nested(array.type):
             return array
         raise
 
 
 def json_array(values: Iterable[Any]) -> pa.Array:
-    """Create a `JsonType` array. Raises ValueError or TypeError if a value has no JSON form."""
+    """Create a `JsonType` array. Raises a ValueError or TypeError if a value has no JSON form."""
     texts = [
         None if value is None else json.dumps(_plain(value), ensure_ascii=False) for value in values
     ]
@@ -109,8 +108,7 @@ def as_json(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def joined(columns: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Concatenate columns, preserving all values. Raises a ValueError or TypeError if neither an
-    Arrow type nor JSON can represent all values."""
+    """Concatenate columns, preserving all values. Raises the errors of `json_array`."""
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     if not kinds:
         return pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.null())
@@ -158,7 +156,7 @@ def _same_values(kind: pa.DataType, wider: pa.DataType) -> bool:
         )
     if kind.num_fields and wider.num_fields:  # lists
         return _same_values(kind.field(0).type, wider.field(0).type)
-    # A cast from integer to another type is lossy: the integer would come back as a float.
+    # A cast of integers is lossy: they would come back as floats.
     return not (pa.types.is_integer(kind) and not pa.types.is_integer(wider))
 
 
@@ -176,7 +174,7 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
         names = [field.name for field in kind]
         if not all(isinstance(value, Mapping) and value.keys() == set(names) for value in present):
             return False
-        # `present` has no None, so drop the nulls of the array to keep both aligned.
+        # Drop the array's nulls too, to align it with `present`.
         whole = array.drop_null()
         return all(_gives_back(whole.field(name), [value[name] for value in present]) for name in names)
     # Arrow stores text as bytes if a column has both.
@@ -186,11 +184,11 @@ def _gives_back(array: pa.Array, values: Sequence[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types. Raises a TypeError for values without a JSON type."""
+    """Convert a value to JSON types. Raises a TypeError if it has none."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        # Reject keys that are not text, which `json.dumps` would silently convert.
+        # `json.dumps` would silently convert keys that are not text.
         if foreign := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"the keys of an object must be text, not {foreign[0]!r}")
         return {key: _plain(inner) for key, inner in value.items()}

@@ -1,5 +1,6 @@
-"""Lazy import of torch. Tracing and checking a graph takes milliseconds, because it never imports
-torch. Modules import it with:
+"""Lazy import of torch, so that tracing and checking a graph takes milliseconds.
+
+Modules import it with:
 
     from ..dataflow.lazy import torch
 """
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class _LazyModule:
-    """Stand-in for a module, which imports the module when one of its attributes is first used.
+    """Stand-in that imports a module when one of its attributes is first used.
 
     >>> _LazyModule("math").sqrt(9.0)
     3.0

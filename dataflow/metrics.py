@@ -1,4 +1,4 @@
-"""Metrics: values that can be merged across microbatches, ranks and replicas."""
+"""Metrics that can be merged across microbatches, ranks and replicas."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .errors import UserError
 
 Parts: TypeAlias = tuple[float, ...]
 """An exact sum of floats, stored as several floats: the sum rounded to a float, then the remainder
-rounded to a float, and so on until the remainder is 0."""
+rounded to a float, and so on until nothing remains."""
 
 
 def exact_sum(numbers: Iterable[float]) -> Parts:
-    """Return the exact sum of floats. The result does not depend on order or grouping.
+    """Return the exact sum of floats, independent of order and grouping.
 
     >>> exact_sum([1e16, 1.0, 1.0]), exact_sum([0.5, -0.5]), exact_sum([1e300, 1.0])
     ((1.0000000000000002e+16,), (0.0,), (1e+300, 1.0))
     """
     numbers = [float(number) for number in numbers]
     try:
-        # `fsum` rounds its result. Sum what remains until the remainder is 0.
+        # `fsum` rounds its result, so sum the remainder until it is 0.
         parts = [fsum(numbers)]
         while (
             isfinite(parts[-1]) and parts[-1] and (rest := fsum([*numbers, *(-part for part in parts)]))
@@ -36,8 +36,7 @@ def exact_sum(numbers: Iterable[float]) -> Parts:
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean, stored as the sum of values and the sum of weights, so that merging is
-    exact.
+    """A weighted mean, stored as the weighted sum of values and the sum of weights.
 
     >>> (Mean(6.0, 3.0) + Mean(0.0, 1.0)).value
     1.5
@@ -46,11 +45,11 @@ class Mean:
     total: float
     weight: float = 1.0
     rest: Parts = field(default=(), repr=False)
-    """Rounding error of `total`. It makes the merged mean independent of order and grouping."""
+    """Rounding error of `total`. It makes merging independent of order and grouping."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
-        """Return the mean of these values, each with weight 1."""
+        """Return the unweighted mean of these values."""
         values = list(values)
         total, *rest = exact_sum(values)
         return cls(total, float(len(values)), tuple(rest))
@@ -78,7 +77,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Sum:
-    """A count or an amount, which merges by addition."""
+    """A count or an amount. Merging adds the values."""
 
     value: float
     rest: Parts = field(default=(), repr=False)
@@ -91,7 +90,6 @@ class Sum:
 @dataclass(frozen=True)
 class Std:
     """The standard deviation of all values, stored as exact sums of the values and their squares.
-    The result does not depend on the order of merging.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
@@ -103,7 +101,6 @@ class Std:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Return the standard deviation of these values, each with weight 1."""
         values = [float(value) for value in values]
         squares = exact_sum(part for value in values for part in _square(value))
         return cls(float(len(values)), exact_sum(values), squares)
@@ -113,28 +110,28 @@ class Std:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; 0 if there are none."""
+        """Mean of the values, or 0 without values."""
         return self.total[0] / self.number if self.number else 0.0
 
     @property
     def value(self) -> float:
-        """Population standard deviation of the values; NaN if there are none."""
+        """Population standard deviation of the values, or NaN without values."""
         if not self.number:
             return float("nan")
         if not all(map(isfinite, self.total + self.squares)):
             return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
-        # Use exact arithmetic: with floats, the difference of two large sums would lose all digits.
+        # Exact arithmetic: in floats, the difference of two large sums would lose all digits.
         total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
         number = Fraction(self.number)
         return sqrt(max((squares - total * total / number) / number, 0))
 
 
 def _square(value: float) -> tuple[float, float]:
-    """Return the square of a value, and the rounding error of the square."""
+    """Return the square of a value, and the square's rounding error."""
     square = value * value
     if not isfinite(square):
         return square, 0.0
-    # The rounding error of a product of floats is a float itself.
+    # The rounding error of a product of floats is itself a float.
     return square, float(Fraction(value) ** 2 - Fraction(square))
 
 
@@ -149,12 +146,11 @@ class Estimate(Std):
 
     @property
     def value(self) -> float:
-        """The mean; NaN if there are no values."""
+        """The mean, or NaN without values."""
         return self.mean if self.number else float("nan")
 
     @property
     def std(self) -> float:
-        """Standard deviation of the values."""
         return super().value
 
 
@@ -163,7 +159,7 @@ Metrics: TypeAlias = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of several parts by name: weighted means, maxima, sums and so on.
+    """Merge the metrics of several parts by name.
 
     >>> merge([{"rows": Sum(2)}, {"rows": Sum(3), "gap": Max(0.5)}])
     {'rows': Sum(value=5.0), 'gap': Max(value=0.5)}

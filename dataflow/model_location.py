@@ -15,18 +15,16 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def find_model_folder(
     name: str | Path, file: str, *, kind: str = "model", download: Sequence[str] = ()
 ) -> Path:
-    """Return the folder of a model: `name` itself, or the cached snapshot of a Hugging Face model.
+    """Return a model's folder: `name` itself, or the cached snapshot of a Hugging Face model.
 
     Args:
-        name: a folder, or the id of a model on the Hugging Face hub.
-        file: a file that a cached snapshot must contain; snapshots without it are ignored. A folder
-            is returned even without the file.
+        name: a folder or a Hugging Face id.
+        file: a file that a cached snapshot must contain. A folder need not contain it.
         kind: "model" or "tokenizer", for messages.
-        download: patterns of files to download if the cache lacks the model. If empty, nothing is
-            downloaded.
+        download: patterns of files to download if the cache lacks the model. Default: none.
 
     Raises:
-        UserError: there is no such folder or model. The message suggests the closest folder.
+        UserError: no such folder or model. The message suggests the closest folder.
 
     >>> find_model_folder("/no/such/folder", "config.json")
     Traceback (most recent call last):
@@ -84,8 +82,8 @@ def folders_near(name: str | Path, file: str) -> str:
         folders = sorted(str(each.parent) for each in found)
     except OSError:
         return ""
-    # Compare only the last part of each path: `Qwen2-tiny` matches `models/qwen2-tiny`. The list is
-    # reversed, so that the first of several folders with the same last part wins.
+    # Compare only the last part of each path: `Qwen2-tiny` matches `models/qwen2-tiny`. Of several
+    # folders with the same last part, the first wins, because the list is reversed.
     by_last = {Path(folder).name: folder for folder in reversed(folders)}
     close = difflib.get_close_matches(path.name, by_last, n=1, cutoff=0.6)
     if close:

@@ -1,7 +1,8 @@
-"""Operation: what a node reads, writes and takes as input.
+"""Operation: what a node reads and writes, and what input each call takes.
 
 `@remote` and `@node` attach a declaration to a method or function. Each call in a graph turns the
-declaration into an operation."""
+declaration into an operation.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ T = TypeVar("T")
 
 
 def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
-    """Return the parameter names of a function, without the first `skip` parameters, `*args` and
-    `**kwargs`.
+    """Return a function's parameter names, without the first `skip`, `*args` and `**kwargs`.
 
     >>> parameter_names(lambda rows, n, *rest, by="reward", **more: None, skip=1)
     ['n', 'by']
@@ -37,8 +37,7 @@ def parameter_names(function: Callable[..., Any], skip: int = 0) -> list[str]:
 def bind(
     function: Callable[..., Any], skip: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a traced call, including defaults, keyed by parameter name. Raises
-    the errors of `bind_signature`."""
+    """Map parameter names to the arguments of a call. Raises the errors of `bind_signature`."""
     bound = bind_signature(function, skip, args, kwargs)
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -63,12 +62,11 @@ def bind_signature(
     name: str | None = None,
     others: str = "",
 ) -> inspect.BoundArguments:
-    """Bind arguments like `inspect.Signature.bind`, apply defaults, and raise a `UserError` with
-    suggestions for wrong arguments.
+    """Bind arguments and defaults. Raises a `UserError` with suggestions for wrong arguments.
 
     Args:
-        skip: number of leading parameters to leave out (self, the rows).
-        name: name of the function in error messages. Default: its qualified name.
+        skip: number of parameters before the arguments (self, the rows).
+        name: the function's name in error messages. Default: its qualified name.
         others: text appended to the error about an unknown argument if no name is close.
     """
     who = name or function.__qualname__
@@ -91,8 +89,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_parameters(name: str, others: str = "", *, skip: int = 0) -> Callable[[F], F]:
-    """Decorator: check the arguments of each call with `bind_signature`, which gets `name`,
-    `others` and `skip`.
+    """Decorator: check the arguments of each call with `bind_signature`.
 
     >>> @names_parameters("measure")
     ... def measure(*, height: int) -> int:
@@ -135,11 +132,11 @@ class Unit(enum.Enum):
     """Kinds of input without parameters."""
 
     ROWS = "rows"
-    """Rows as they become ready. One call may get rows of several groups."""
+    """Rows as they become ready, possibly of several groups."""
     GROUPS = "groups"
     """All rows of a group together."""
     FINISHED_GROUPS = "finished groups"
-    """Groups that all other nodes have finished. No step waits for a node with this input."""
+    """Groups that all other nodes have finished. Steps do not wait for such a node."""
 
 
 ROWS, GROUPS, FINISHED_GROUPS = Unit
@@ -147,22 +144,21 @@ ROWS, GROUPS, FINISHED_GROUPS = Unit
 
 @dataclass(frozen=True)
 class Quorum:
-    """The first `n` ready rows of a group; the other rows are canceled. For filters."""
+    """The first `n` ready rows of a group; work on the other rows is canceled. For filters."""
 
     n: int
-    """Number of ready rows to wait for."""
     deadline_s: float | None = None
-    """[s] Maximum wait after the first ready row. None waits until `n` rows are ready."""
+    """[s] Maximum wait after the first ready row. None waits for `n` rows without limit."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The groups of one update. The update creates a new version of the worker group's weights."""
+    """The groups of one update, which makes a new version of the worker group's weights."""
 
     whole_groups: bool = False
     """Whether to keep all rows of a group on one rank."""
     accumulates: bool = False
-    """Whether an update may get its rows in several calls, the last of them with `last=True`."""
+    """Whether an update may get its rows in several calls, the last one with `last=True`."""
 
 
 Takes: TypeAlias = Unit | Quorum | TrainingBatch
@@ -174,7 +170,7 @@ _RECORDS: Mapping[str, type[Quorum | TrainingBatch]] = {
 
 
 def takes_as_json(takes: Takes) -> dict[str, Any]:
-    """Convert an input to JSON values; `takes_from_json` is the inverse.
+    """Convert an input to JSON values.
 
     >>> takes_as_json(Quorum(2))
     {'kind': 'quorum', 'n': 2, 'deadline_s': None}
@@ -186,7 +182,7 @@ def takes_as_json(takes: Takes) -> dict[str, Any]:
 
 
 def takes_from_json(fields: Mapping[str, Any]) -> Takes:
-    """Create an input from the output of `takes_as_json`.
+    """Invert `takes_as_json`.
 
     >>> takes_from_json({"kind": "rows"}) is ROWS
     True
@@ -203,39 +199,39 @@ R = TypeVar("R")
 Columns: TypeAlias = tuple[str | Column, ...] | Callable[..., Iterable[str | Column]]
 """Columns of a declaration: a tuple, or a function that computes them from the call's arguments.
 
-A `Column` only matches a column that Weft's nodes or data reader wrote, never a column of the
-user's file with the same name. A string matches any column with that name."""
+A string matches any column with that name. A `Column` matches only if Weft's nodes or data reader
+wrote the column, not if it comes from the user's file.
+"""
 
 ALL_COLUMNS = "*"
-"""In `may_read`: all columns of the rows."""
+"""In `may_read`: all columns."""
 CONFIG = "config"
-"""A function in a declaration (`reads=`, `writes=`, ...) that has a parameter of this name
-receives the worker group's configuration in it."""
+"""Parameter name for the worker group's configuration. A function in a declaration (`reads=`,
+`writes=`, ...) gets the configuration if it has this parameter."""
 
 
 class Shape(enum.Enum):
     """How a node's output rows relate to its input rows."""
 
     MAP = "map"
-    """The input rows with added columns."""
+    """The input rows, with added columns."""
     GROUP = "group"
     """Like MAP, but the node sees all rows of a group together."""
     FILTER = "filter"
-    """A subset of the input rows. The other rows are dropped, with a reason."""
+    """A subset of the input rows. Weft drops the other rows, with a reason."""
     EXPAND = "expand"
-    """New rows, each with a parent row: samples of a prompt, pairs of samples, turns of a
-    dialogue."""
+    """New rows, each with a parent: samples of a prompt, pairs of samples, turns of a dialogue."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a node reads, writes and takes, as plain data that the log and the ranks can store."""
+    """What a node reads, writes and takes, as plain data for the log and the ranks."""
 
     name: str
     shape: Shape = Shape.MAP
     reads: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
-    """Optional columns, read if the rows have them. "*" stands for all columns."""
+    """Optional columns, read if they exist. "*" stands for all columns."""
     writes: tuple[str, ...] = ()
     takes: Takes = ROWS
     interruptible: bool = False
@@ -263,12 +259,11 @@ class Operation:
 
     @property
     def behind(self) -> bool:
-        """Whether the run continues without waiting for the node."""
+        """Whether steps end without waiting for the node."""
         return self.takes is FINISHED_GROUPS
 
     @property
     def quorum(self) -> Quorum | None:
-        """The quorum that the node takes, or None."""
         return self.takes if isinstance(self.takes, Quorum) else None
 
 
@@ -276,8 +271,8 @@ class Operation:
 class Declaration:
     """The declaration that `@remote` and `@node` attach to a method or function.
 
-    A field may be a function, which computes the field for each call. Its parameters name the
-    arguments of the call that it needs; `config` stands for the worker group's configuration.
+    A field may be a function that computes the field for each call. Its parameters name arguments
+    of the call; the parameter `config` gets the worker group's configuration.
 
     >>> update = Declaration("update", reads=lambda loss: ("response_ids", *loss), takes=lambda epochs: TrainingBatch(epochs > 1))
     >>> update.called_with({"loss": ("advantages",), "epochs": 1}).reads
@@ -290,19 +285,19 @@ class Declaration:
     may_read: Columns = ()
     writes: Columns = ()
     takes: Takes | Callable[..., Takes] | None = None
-    """Input of one call. Default: groups for the shape GROUP, rows for all other shapes."""
+    """Input of one call. Default: groups for the shape GROUP, rows for other shapes."""
     interruptible: bool = False
 
     @property
     def is_node(self) -> bool:
-        """Whether the method takes rows. Other remote methods are called outside the graph."""
+        """Whether the method takes rows. Other remote methods are called outside graphs."""
         # A method that declares no input, no output and no shape is not a node.
         declared = (self.reads, self.may_read, self.writes, self.takes)
         return any(declared) or self.shape is not Shape.MAP
 
     def called_with(self, arguments: Mapping[str, Any]) -> Operation:
-        """Return the operation for a call with these arguments. Raises a `UserError` if a field
-        computed from the arguments is invalid."""
+        """Return the operation for a call with these arguments. Raises a `UserError` if a computed
+        field is invalid."""
         return Operation(
             self.name,
             self.shape,
@@ -314,13 +309,13 @@ class Declaration:
         )
 
     def weft_columns(self, arguments: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of the columns declared as a `Column` that such a call reads."""
+        """Return the columns that such a call reads and that are declared as a `Column`."""
         parts = (self._value(p, getattr(self, p), arguments) for p in ("reads", "may_read"))
         return frozenset(str(name) for names in parts for name in names if isinstance(name, Column))
 
     def checked(self, function: Callable[..., Any], skip: int) -> Declaration:
         """Check the declaration of `function`, and return it. `skip` is the number of parameters
-        before the arguments of a call (self, the rows)."""
+        before the arguments (self, the rows)."""
         # Only worker methods have a configuration.
         known = [*parameter_names(function, skip), *([CONFIG] if skip > 1 else [])]
         for part in ("reads", "may_read", "writes", "takes"):
@@ -397,23 +392,21 @@ def node(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: make a pure function `Batch -> Batch` usable as a node of a graph.
 
-    Called with a `Batch`, the function computes its result. Called with symbolic rows while a graph
-    is traced, it adds a node to the graph. It must return the rows that its shape requires:
+    Called with a `Batch`, the function computes its result. Called while a `@graph` function is
+    traced, it adds a node to the graph. It must return the rows that its shape requires:
 
-    - MAP and GROUP: the input rows in the given order, with the columns of `writes` added.
+    - MAP and GROUP: the input rows in the same order, with the columns of `writes`.
     - FILTER: the input rows to keep.
     - EXPAND: new rows with a `parent_id` column.
 
     Args:
         shape: how the output rows relate to the input rows.
-        reads: required columns, or a function that computes them from the call's arguments:
-            `lambda by: (by,)`.
-        may_read: optional columns, read if the rows have them.
-        writes: columns that the function adds.
+        reads: required columns, or a function of the call's arguments: `lambda by: (by,)`.
+        may_read: optional columns, read if they exist.
+        writes: added columns.
         takes: input of one call. Default: groups for GROUP, rows for all other shapes.
-        measure: a function that gets the rows and arguments of each call in a run, and returns
-            metrics of the step. If the metrics depend on intermediate results, return a pair of
-            rows and metrics from the node instead.
+        measure: a function that computes metrics from the rows and arguments of each call. For
+            metrics of intermediate results, the node may return a pair of rows and metrics instead.
 
     Raises:
         UserError: the declaration is invalid.
@@ -432,8 +425,8 @@ def node(
 
         @functools.wraps(function)
         def compute_or_trace(*args: P.args, **kwargs: P.kwargs) -> R:
-            # Only symbolic rows have `__trace__`. `isinstance` is not possible, because `tracing`
-            # imports this module.
+            # Only symbolic rows have `__trace__`. `isinstance` would need an import of `tracing`,
+            # which imports this module.
             add_node = getattr(args[0], "__trace__", None) if args else None
             if add_node is None:
                 return function(*args, **kwargs)

@@ -11,18 +11,16 @@ LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "AReaL")
 
 
 class _PeerName(NamedTuple):
-    """A setting's name in Weft and its names in other libraries."""
-
     weft: str
-    """Name of a setting of `weft.train`, or `Class(setting=...)` for a setting of a class."""
+    """A setting of `weft.train`, or `Class(setting=...)` for a setting of a class."""
     names: Sequence[str]
-    """Names in each library, in the order of `LIBRARIES`. Spaces separate several names."""
+    """Names in each library, in the order of `LIBRARIES`, separated by spaces."""
     note: str
     """How the setting differs between the libraries."""
 
     @property
     def setting(self) -> str:
-        """The bare name of the setting, such as `low` for `Clipped(low=..., high=...)`."""
+        """The setting's bare name, such as `low` for `Clipped(low=..., high=...)`."""
         return (
             self.weft if self.weft.isidentifier() else re.findall(r'(\w+)(?:=|": )\.\.\.', self.weft)[0]
         )
@@ -37,7 +35,7 @@ def _rows(table: str) -> tuple[_PeerName, ...]:
     return tuple(_PeerName(weft, others[:5], "".join(others[5:])) for weft, *others in cells)
 
 
-# Name in Weft | names in each library, `-` for none | note. Continuation lines are indented.
+# Name in Weft | names in each library, or `-` | note. Continuation lines are indented.
 PEER_NAMES = _rows("""
 model | model_name_or_path | actor_rollout_ref.model.path | pretrain | hf_checkpoint | actor.path
 data | train_dataset dataset_name | data.train_files | prompt_data | prompt_data |
@@ -115,7 +113,7 @@ trackers | report_to | trainer.logger trainer.project_name | use_wandb use_tenso
 
 @cache
 def _known() -> dict[str, list[tuple[str, _PeerName]]]:
-    """Return pairs of a library's full name and the setting, keyed by the last part of the name."""
+    """Map the last part of a library's name to pairs (library and full name, setting)."""
     found: dict[str, list[tuple[str, _PeerName]]] = {}
     for row in PEER_NAMES:
         for library in LIBRARIES:
@@ -125,8 +123,7 @@ def _known() -> dict[str, list[tuple[str, _PeerName]]]:
 
 
 def peer_hint(name: str, known: Collection[str]) -> str:
-    """Return a suffix for an error about an unknown setting: Weft's name for it if it is a setting
-    of another library, else empty.
+    """Return a suffix for an error message: Weft's name for another library's setting, or "".
 
     >>> peer_hint("num_generations", ["n", "steps"])
     "; num_generations is TRL's name: Weft's is 'n'"
@@ -139,11 +136,11 @@ def peer_hint(name: str, known: Collection[str]) -> str:
     """
     name = name.lstrip("+-").replace("-", "_")
     parts = name.split(".")
-    # A setting of Weft in another spelling.
+    # A setting of Weft, spelled differently.
     if parts[-1] in known and len(parts) == 1:
         return ""
     candidates = _known().get(parts[-1], [])
-    # Several names may share the last part, so prefer the longest common ending.
+    # Several names may share the last part: prefer the longest common ending.
     best = max(
         candidates, key=lambda each: _common_end(each[0].split(" ")[1].split("."), parts), default=None
     )
@@ -157,7 +154,7 @@ def peer_hint(name: str, known: Collection[str]) -> str:
 
 
 def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many parts are equal, counted from the end.
+    """Return the number of equal parts at the end.
 
     >>> _common_end(["actor", "lr"], ["actor", "optim", "lr"])
     1

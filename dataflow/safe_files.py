@@ -1,4 +1,4 @@
-"""Read files that may have been replaced or damaged. Reads never hang, and errors name the file.
+"""Read files that may be replaced or damaged. Reads never hang, and errors name the file.
 
 open_file   opens regular files only, because opening a pipe or device could block
 read_file   also limits the size of the file
@@ -17,7 +17,7 @@ from .errors import UserError
 MAX_BYTES = 64 << 20
 """[bytes] Maximum size of a file that is read whole."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of JSON. Files written by Weft stay below 20."""
+"""Maximum nesting depth of JSON. Weft's files stay below 20."""
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -27,8 +27,8 @@ _KINDS = (
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises an OSError if the path cannot be opened or is a
-    folder, and a UserError if it is something else, such as a named pipe."""
+    """Open a regular file for reading. Raises an OSError if it cannot be opened or is a folder, and
+    a UserError if it is, for example, a named pipe."""
     mode = path.stat().st_mode  # check before opening: opening a pipe waits for its writer
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
@@ -37,8 +37,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file. Raises an OSError if the file cannot be read, and a
-    UserError if it is too large or not a regular file."""
+    """Return the content of a regular file. Raises an OSError if it cannot be read, and a UserError
+    if it is too large or not a regular file."""
     with open_file(path) as file:
         data = file.read(max_bytes + 1)  # the extra byte shows whether the file is too large
     if len(data) > max_bytes:
@@ -47,8 +47,8 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, of: object) -> Any:
-    """Parse JSON. Error messages use `of` as the name of the text, such as the path of its file.
-    Raises a UserError if the text is not JSON or is nested too deep."""
+    """Parse JSON. `of` names the text in error messages. Raises a UserError if the text is not JSON
+    or is nested too deep."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -66,7 +66,7 @@ def parse_json(text: bytes | str, of: object) -> Any:
 
 
 def parse_object(text: bytes | str, of: object) -> dict[str, Any]:
-    """Parse JSON like `parse_json`, and raise a UserError if it is not an object."""
+    """Parse a JSON object. Raises a UserError for other values, and the errors of `parse_json`."""
     value = parse_json(text, of)
     if not isinstance(value, dict):
         raise UserError(f"{of} is damaged: it holds a {type(value).__name__}, not an object")

@@ -26,16 +26,15 @@ class Source(Protocol):
 def file_columns(source: Source) -> frozenset[str]:
     """Return the columns that a source copied unchanged from the user's file.
 
-    A node gets such a column if it names it or asks for all columns. The column never takes the
-    place of a Weft column with the same name (`Declaration.weft_columns`).
+    A node gets such a column if it names the column or asks for all. A column of the file never
+    replaces a Weft column with the same name (`Declaration.weft_columns`).
     """
     return getattr(source, "file_columns", frozenset())
 
 
 @dataclass(frozen=True)
 class TableSource:
-    """A source with the rows of an Arrow table, which must have Weft's column names. For files, see
-    `dataflow/prompts/prompts.py`.
+    """A source with the rows of an Arrow table that has Weft's column names.
 
     >>> TableSource("pairs", pa.table({"prompt_ids": [[1, 2]]})).columns
     ('prompt_ids',)
@@ -44,7 +43,7 @@ class TableSource:
     name: str
     table: pa.Table
     file_columns: frozenset[str] = frozenset()
-    """Columns copied from the user's file (see the function `file_columns`)."""
+    """Columns copied unchanged from the user's file."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -52,14 +51,14 @@ class TableSource:
 
 
 def fingerprint(source: Source) -> str:
-    """Return a hexadecimal checksum of a source's rows. It does not depend on the table's chunks.
+    """Return a hexadecimal checksum of a source's rows, independent of the table's chunks.
 
     >>> one, two = (pa.table({"prompt_ids": pa.chunked_array(chunks)}) for chunks in ([[[1], [2]]], [[[1]], [[2]]]))
     >>> fingerprint(TableSource("one", one)) == fingerprint(TableSource("two", two))
     True
     """
     sums = xxhash.xxh3_64()
-    # Combine the chunks first, because the stream contains their boundaries.
+    # The stream would contain the boundaries of chunks, so combine them first.
     table = source.table.combine_chunks()
     with pa.PythonFile(_Hashing(sums), "w") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -86,12 +85,12 @@ class _Hashing:
 
 
 CURSOR = "cursor"
-"""Key of the log note with the cursor where the log starts, if it is not the start of the data."""
+"""Key of the log note with the cursor where the log starts, unless at the start of the data."""
 
 
 def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
-    """Yield the indices of a source's `size` rows in issue order, epoch after epoch, without end.
-    With `shuffle`, each epoch has a different order, drawn from `seed`."""
+    """Yield the indices of a source's rows in issue order, epoch after epoch, without end. With
+    `shuffle`, each epoch has its own order, drawn from `seed`."""
     for epoch in itertools.count():
         drawn = np.random.default_rng((seed, epoch)).permutation(size).tolist() if shuffle else None
         yield from drawn or range(size)
@@ -99,20 +98,19 @@ def positions(size: int, seed: int, *, shuffle: bool) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in the data at which a run resumes without its rows in flight."""
+    """Position in the data from which a run resumes without its rows in flight."""
 
     issued: int = 0
-    """Number of source rows issued so far, in issue order."""
+    """Number of source rows issued so far."""
     again: tuple[int, ...] = ()
-    """Rows to issue again before all others, because no update used their responses."""
+    """Rows to issue again first, because no update used their responses."""
 
     def rest(self, order: Iterator[int], issued: int) -> Iterator[int]:
-        """Return the rows that remain after `issued` rows have been issued from this cursor.
-        `order` is the result of `positions`."""
+        """Return the rows that remain after `issued` rows. `order` is the result of `positions`."""
         rest = itertools.chain(self.again, itertools.islice(order, self.issued, None))
         return itertools.islice(rest, issued, None)
 
     def after(self, issued: int, untrained: Iterable[int]) -> Cursor:
-        """Return the cursor after `issued` more rows. The `untrained` rows will be issued again."""
+        """Return the cursor after `issued` more rows, with the `untrained` rows to issue again."""
         # The rows of `again` are issued first and do not advance the position in the source.
         return Cursor(self.issued + max(0, issued - len(self.again)), (*untrained, *self.again[issued:]))

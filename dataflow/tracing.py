@@ -1,4 +1,4 @@
-"""Tracing: run a `@graph` function once with symbolic rows that record the nodes it calls."""
+"""Tracing: run a `@graph` function once with symbolic rows, which record the nodes it calls."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _NODES_OF_PARTS = {
     "graders": "a grader is part of a reward worker: weft.group(weft.RewardWorker, function=...), and reward.score(rows)",
     "loss": "a loss is part of an update: actor.update(rows, loss=...)",
 }
-"""How to use functions that are arguments of nodes, keyed by their module or folder."""
+"""Maps a module or folder to advice on how to use its functions, which are arguments of nodes."""
 
 
 def _no_node(name: str, module: str) -> str:
-    """Return the error message for symbolic rows passed to a function that is not a node."""
+    """Return the error message for a function that gets symbolic rows but is not a node."""
     known = next((said for part, said in _NODES_OF_PARTS.items() if part in module.split(".")), "")
     return f"{name!r} is not a node; {known or 'make it one with @weft.node, or pass it to the node that takes it'}"
 
 
 def refusing_rows(part: type) -> None:
-    """Make instances of `part` raise a UserError if they are called with symbolic rows. Such
-    instances are arguments of nodes, not nodes."""
+    """Make instances of `part`, which are arguments of nodes, reject symbolic rows (UserError)."""
     call: Any = vars(part).get("__call__")
     if call is None:
         return
@@ -50,27 +49,27 @@ def refusing_rows(part: type) -> None:
 
 @dataclass(frozen=True)
 class _SymbolicRows:
-    """The rows that pass between nodes during tracing. They have columns, but no values."""
+    """Rows that pass between nodes during tracing. They have columns, but no values."""
 
     trace: _Trace
     level: int
     writers: Mapping[str, str]
-    """Name of the node that wrote each column, keyed by column; "" for the source."""
+    """Maps each column to the node that wrote it, or "" for the source."""
     filters: tuple[str, ...] = ()
-    """Names of the filters that the rows passed."""
+    """Filters that the rows passed."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.writers)
 
     def __contains__(self, column: str | Column) -> bool:
-        """Whether the rows have a column. A `Column` does not match a column of the user's file."""
+        """Whether the rows have a column. A `Column` never matches a column of the user's file."""
         return str(column) in self.writers and not (
             isinstance(column, Column) and self.is_of_file(str(column))
         )
 
     def is_of_file(self, column: str) -> bool:
-        """Whether a column comes unchanged from the user's file: no node has written it."""
+        """Whether the column comes from the user's file, and no node has written it."""
         return not self.writers[column] and column in self.trace.file_columns
 
     def __trace__(
@@ -84,7 +83,7 @@ class _SymbolicRows:
         return self.trace.add_node(self, handle, function, declaration, args, kwargs)
 
     def __or__(self, other: _SymbolicRows) -> _SymbolicRows:
-        """Join two branches over the same rows. A node's column replaces one of the source."""
+        """Join two branches over the same rows. A node's column replaces the source's."""
         if other.level != self.level:
             raise UserError(
                 "| joins two branches over the same rows; these come from different expansions"
@@ -108,8 +107,8 @@ class _SymbolicRows:
         raise UserError(f"{self._reader()} asks for the number of rows, but {_NO_VALUES}")
 
     def _reader(self) -> str:
-        """Start an error message: name the function that needs values, and say how to use it."""
-        # Skip this method and the method of this class that called it.
+        """Start an error message: name the function that needs values, and how to use it."""
+        # Skip this method and its caller in this class.
         frame = sys._getframe(2)
         module = frame.f_globals.get("__name__", "")
         while frame.f_back is not None and frame.f_back.f_globals.get("__name__", "") == module:
@@ -134,7 +133,7 @@ class _SymbolicRows:
 
 
 class _Trace:
-    """The graph that is built while its function runs."""
+    """The graph under construction while its function runs."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
@@ -146,7 +145,7 @@ class _Trace:
         self.num_levels = 1
 
     def name_handle(self, handle: Handle, parameter: str | None) -> str:
-        """Return a worker group's name. A handle without a name is named after its parameter."""
+        """Return a worker group's name. The default is the name of its parameter."""
         if handle.name is None:
             handle.name = parameter or handle.called
         other = self.handles.setdefault(handle.name, handle)
@@ -165,7 +164,7 @@ class _Trace:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> _SymbolicRows:
-        """Add the node of a call and return its output rows. Pure functions have no handle."""
+        """Add the node of a call, and return its output rows. Pure functions have no handle."""
         group = self.name_handle(handle, None) if handle else None
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
@@ -212,8 +211,7 @@ class _Trace:
     def _after(
         self, rows: _SymbolicRows, reads: tuple[str, ...], updated: str | None
     ) -> tuple[str, ...]:
-        # An update also waits for other nodes of its worker group, because they must use the
-        # weights from before the update.
+        # An update waits for its group's other nodes, which must use the weights from before it.
         makers = [n.name for n in self.nodes if n.makes_level == rows.level]
         users = [
             n.name
@@ -228,15 +226,14 @@ class _Trace:
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
-    """Decorator: turn a function of rows and handles into a function that traces it for a source
-    and handles, and returns a `Graph`.
+    """Decorator: trace a function of rows and handles. Called with a source and handles, it returns
+    a `Graph`.
 
     Called with the symbolic rows of another graph, the function adds its nodes to that graph.
 
     Raises:
         UserError: the function has no parameter for rows, or is called with wrong arguments.
-        GraphError: the graph breaks a rule that does not depend on the other graphs of a run (see
-            `Graph.validate`).
+        GraphError: the graph breaks a rule that does not depend on the run's other graphs.
     """
     if not inspect.signature(function).parameters:
         raise UserError(f"graph {function.__name__!r} must take rows as its first parameter")
@@ -248,7 +245,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         source = bound.arguments[first]
         outer = source.trace if isinstance(source, _SymbolicRows) else None
         inner = outer or _Trace(function.__name__, _checked_source(function.__name__, source))
-        # Name the groups first. Otherwise, a node would name them after their class.
+        # Name the groups after their parameters first. A node would name them after their class.
         for name, handle in _handles(bound.arguments):
             inner.name_handle(handle, name)
         if outer is not None:
@@ -260,7 +257,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
         bound.arguments[first] = _SymbolicRows(inner, SOURCE, dict.fromkeys(inner.source.columns, ""))
         function(*bound.args, **bound.kwargs)
         finished = inner.graph()
-        # The driver checks whether leaders are updated, because another graph may do so.
+        # Another graph may update the leaders, so the driver checks that.
         finished.refuse_problems()
         return finished
 
@@ -268,7 +265,7 @@ def graph(function: Callable[..., Any]) -> Callable[..., Graph]:
 
 
 def _handles(arguments: Mapping[str, Any]) -> Iterable[tuple[str, Handle]]:
-    """Yield (name, handle) for the handles in a graph's arguments. Those in lists are numbered."""
+    """Yield (name, handle) for the handles in a graph's arguments. Handles in lists get numbers."""
     for name, value in arguments.items():
         if isinstance(value, Handle):
             yield name, value

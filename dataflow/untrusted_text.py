@@ -1,5 +1,5 @@
-"""Print untrusted text safely: hide secrets, and escape terminal control characters and characters
-that the output stream cannot encode."""
+"""Print untrusted text safely: hide secrets, and escape control characters and characters that the
+output stream cannot encode."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from urllib.parse import quote
 
 
 _SECRET_WORD = re.compile("token|secrets?|passwords?|passwd|passphrase|credentials?")
-"""Words that mark the name of a secret. `key` and `auth` also do so as the last word."""
+"""Words in the name of a secret. `key` and `auth` count too, as the last word."""
 _PLACES = {"path", "file", "dir", "id", "ids", "env", "variable", "name", "url"}
-"""Last words of names that say where a secret is, such as `token_path`, and do not hold it."""
+"""Last words of names that say where a secret is, such as `token_path`."""
 _SHORTEST = 8
 """Minimum number of characters of a secret. Shorter values occur in ordinary text."""
 _HIDDEN = "[hidden]"
 _LONGEST = 1000
-"""Maximum length of a secret that is still hidden if the text is cut inside it, in characters."""
+"""Maximum number of characters of a secret that stays hidden where a text is cut."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -49,14 +49,14 @@ _KEY_FORMATS = (
     r"|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"
     r"|[rs]k_(?:live|test)_\w{10,}|(?:r8|npm|gsk|nvapi|tgp|lsv2)[_-](?=[\w-]*\d)[\w-]{16,}|pypi-[\w-]{20,}|SG\.[\w-]{10,}\.[\w-]{10,}|dapi[0-9a-f]{20,}"
 )
-# Hidden values do not match, so that a second pass changes nothing.
+# Hidden values do not match, so a second pass changes nothing.
 _ASSIGNED = (
     r"(?P<name>[\w-]*(?:passwords?|passwd|pwd|passphrase|secrets?|secret[_-]?key|api[_-]?keys?|access[_-]?key(?:[_-]id)?|private[_-]?key"
     r"|account[_-]?key|signature|credentials?|(?:access|auth|api|refresh|bearer|hf|hub|github|gitlab|wandb|session|security|id)[_-]?tokens?))"
     r"(?P<sign>[\"']?\s*(?:=(?!=)\s*[\"']?|:\s*(?=[\"']|[^\s\"',]*\d)[\"']?))(?!\[hidden|\[value of )(?P<value>[^\s\"'&,;<>)}\]]{3,})"
 )
 VIEW = "weft-view-"
-"""Prefix of a dashboard's access token. It is not hidden, because it is part of the address."""
+"""Prefix of a dashboard's access token, which stays visible as part of the address."""
 _PATTERNS = tuple(
     (re.compile(pattern), shown)
     for pattern, shown in (
@@ -91,13 +91,12 @@ _SUSPICIOUS = (
     *("r8_", "r8-", "npm_", "npm-", "gsk_", "gsk-", "nvapi", "tgp_", "tgp-", "lsv2", "pypi-"),
     *("sg.", "dapi"),
 )
-"""Each match of `_PATTERNS`, in lower case, contains one of these. Checked first, for speed."""
+"""Each match of `_PATTERNS` contains one of these, in lower case. Checked first, for speed."""
 
 
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Hide the secrets in a text. The value of a secret environment variable is replaced by the
-    name of the variable; other text that looks like a secret is replaced by `[hidden]`. By default,
-    `environment` is the environment of this process.
+    """Hide the secrets in a text. `[value of NAME]` replaces the value of a secret variable of
+    `environment` (default: this process's), and `[hidden]` other secrets.
 
     >>> redacted("401 for hf_0123456789", {"HF_TOKEN": "hf_0123456789"})
     '401 for [value of HF_TOKEN]'
@@ -109,10 +108,10 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
         value: name for name, value in found.items() if len(value) >= _SHORTEST and is_secret_name(name)
     }
     for value in sorted(values, key=len, reverse=True):  # one value may contain another
-        # Also replace the percent-encoded form, which occurs in URLs.
+        # URLs have the percent-encoded form.
         for written in (value, quote(value, safe="")):
             text = text.replace(written, f"[value of {values[value]}]")
-    # Skip the slow patterns for most texts, which contain nothing suspicious.
+    # Most texts contain nothing suspicious, so skip the slow patterns.
     folded = text.casefold()  # the patterns ignore case as well
     if any(sign in folded for sign in _SUSPICIOUS):
         for pattern, shown in _PATTERNS:
@@ -123,8 +122,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """Return at most `most` characters from the beginning of a text. Secrets are hidden before the
-    text is cut, so that no part of a secret remains.
+    """Return at most `most` characters from the beginning of a text, without any part of a secret.
 
     >>> beginning("postgres://ann:s3cret@db:5432/runs is gone", 24)
     'postgres://ann:[hidde...'
@@ -134,25 +132,22 @@ def beginning(text: str, most: int) -> str:
 
 
 def both_ends(text: str, most: int) -> str:
-    """Return the beginning and the end of a text, together at most `most` characters. Secrets are
-    hidden.
+    """Return the beginning and end of a text, together at most `most` characters, without secrets.
 
     >>> both_ends("a" * 20 + "b" * 20, 20)
     'aaaaaaaa ... bbbbbbbb'
     """
     kept = most + _LONGEST
-    # For speed, redact only the text that may be shown, plus the rest of a secret at the cut.
+    # For speed, redact only the text that may be shown, and the rest of a secret at the cut.
     text = redacted(text if len(text) <= 2 * kept else text[:kept] + text[-kept:])
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
 
 
 def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
-    """Hide the secrets in settings, given as JSON values: all text in fields with the name of a
-    secret, and secrets inside other text.
+    """Hide the secrets in settings (JSON values): fields with a secret's name, and parts of texts.
 
-    `by_name=False` does not consider the names of fields. Use it for data with fixed field names,
-    such as `token` in pages of samples.
+    `by_name=False` ignores field names, for data with fixed names such as a sample's `token`.
 
     >>> without_secrets({"judge": {"api_key": "sk-1"}, "max_tokens": 8, "token": None, "passwords": ["a"], "password": ["a"]})
     {'judge': {'api_key': '[hidden]'}, 'max_tokens': 8, 'token': None, 'passwords': ['[hidden]'], 'password': ['[hidden]']}
@@ -174,14 +169,14 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
 # Untrusted text
 
 _JOINERS = "\u200c\u200d"
-"""Zero-width characters that are part of words and emoji. They are harmless."""
+"""Harmless zero-width characters, which are part of words and emoji."""
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories of characters to escape: control characters, format characters (which reverse
-or hide text), surrogates, and line and paragraph separators."""
+"""Unicode categories to escape: control characters, format characters (which reverse or hide text),
+surrogates, and line and paragraph separators."""
 
 
 def readable(text: str) -> str:
-    r"""Escape all characters that would affect a terminal. Newlines stay, and tabs become spaces.
+    r"""Escape characters that affect terminals. Newlines stay, and tabs become spaces.
 
     >>> print(readable("\x1b[31mred\r\u202etxt.exe"))
     \x1b[31mred\r\u202etxt.exe
@@ -209,13 +204,13 @@ def show(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
 
 def show_json(value: Any, stream: TextIO | None = None) -> None:
     """Print a value as one line of ASCII JSON, by default to standard output."""
-    # `json.dumps` escapes all control characters except DEL.
+    # `json.dumps` does not escape DEL.
     line = json.dumps(value, default=str).replace("\x7f", "\\u007f")
     print(line, file=sys.stdout if stream is None else stream, flush=True)
 
 
 def one_line(text: str) -> str:
-    r"""Return a text as one line, with newlines and terminal control characters escaped.
+    r"""Return a text as one line, with newlines and control characters escaped.
 
     >>> print(one_line("\x1b[2Jtwo\nlines"))
     \x1b[2Jtwo\nlines

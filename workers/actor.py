@@ -1,5 +1,4 @@
-"""ActorWorker: the policy that is trained. Each rank is one SPMD process, and its engine
-computes."""
+"""ActorWorker: the trained policy. Each rank is one SPMD process with an engine."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ActorConfig(TrainedConfig):
-    """The policy: its model, sharding and training, and how it publishes weights."""
+    """The policy: model, sharding and training, and how to publish weights."""
 
     transport: Literal["auto", "deltas", "gloo", "nccl", "ipc", "vllm:nccl", "vllm:ipc"] = "auto"
     """How to send weights to followers, unencrypted. "auto": followers on the leader's machine map
@@ -63,8 +62,8 @@ class ActorConfig(TrainedConfig):
     followers use other GPUs than the leader. "ipc": followers that take turns with the leader on
     its GPUs map its buckets there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc", but through
     vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower than 1 GB/s,
-    and a GPU transport if copies through host memory take long. None of the four GPU transports has
-    been run on GPUs yet."""
+    and a GPU transport if copies through host memory take long. The four GPU transports are
+    untested on GPUs."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("transport",))
     retired: ClassVar[Mapping[str, str]] = {
@@ -74,7 +73,7 @@ class ActorConfig(TrainedConfig):
 
     @property
     def vllm_backend(self) -> str:
-        """Name of the vLLM weight transfer backend, or "" to use Weft's own transport."""
+        """Name of the vLLM weight transfer backend, or "" for Weft's own transport."""
         return self.transport.removeprefix(BY_VLLM) if self.transport.startswith(BY_VLLM) else ""
 
     @field_validator("transport", mode="before")
@@ -91,8 +90,7 @@ class ActorConfig(TrainedConfig):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes to log when a run starts: end-of-text tokens that the model's settings do not
-        name."""
+        """Notes to log when a run starts: end-of-text tokens that the model's settings lack."""
         return stop_token_notes(self.model)
 
 
@@ -141,8 +139,8 @@ class ActorWorker(TrainedWorker):
         adapter: bool = True,
         entropies: bool = False,
     ) -> Batch:
-        """Compute the log-probability of each response token in the column `of`, under the current
-        weights and at the sampling temperature.
+        """Compute the log-probability of each token in the column `of`, under the current weights
+        and at the sampling temperature.
 
         `adapter=False` runs the model without its adapter (`weft.adapter_off`). `entropies=True`
         also writes the entropy of each token's distribution.
@@ -164,20 +162,17 @@ class ActorWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps.
+        """Make a new version of the weights: `epochs` passes over the rows of `minibatches` steps.
 
         With several minibatches, each rank shuffles and splits its own rows. With one pass and one
-        minibatch, rows may arrive in several calls. Gradients then accumulate until the driver
-        marks a call as `last`.
+        minibatch, rows may arrive in several calls, and gradients accumulate until the `last` call.
 
         Returns:
             The metrics of `Updates.update`. If their columns exist, the first step adds
             `mean_logprob_gap` and `max_logprob_gap` (difference in nats between the
             log-probabilities of generator and trainer, under the weights before the update), and
-            `mean_staleness` and `max_staleness` (in versions). With delta transfers, the metrics
-            also include `changed_share`: the share of elements that changed in the last published
-            version.
+            `mean_staleness` and `max_staleness` (in versions). With delta transfers,
+            `changed_share` is the share of elements that changed in the last published version.
 
         Raises:
             DivergedError: the last `stop_after_bad_steps` steps were bad. Their rows are in
@@ -201,9 +196,9 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int, receivers: Sequence[str] = ()) -> Weights:
-        """Offer this rank's part of the weights to receivers such as "rollout[0]". Return a record
-        for the receivers; the driver adds the records of all ranks. Parameters must not change
-        until `finish_publishing`."""
+        """Offer this rank's part of the weights to receivers such as "rollout[0]". Parameters must
+        not change until `finish_publishing`. Return a record for the receivers; the driver adds up
+        all records."""
         if self._publisher is None:
             self._publisher = self._new_publisher()
         return self._publisher.publish(self.engine.published_parts(), version, receivers)
@@ -224,16 +219,14 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:
-        """Send a published version through vLLM's own transfer backend, while the receivers take
-        it."""
+        """Send a published version through vLLM's transfer backend while the receivers take it."""
         self._publisher.send(version)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def finish_publishing(self, version: int) -> Given:
-        """End the publication of a version that all receivers have. The weights may change after
-        this. Return a summary of what this rank sent. The driver adds up the summaries of all
-        ranks. Raises a WeightSyncError if the weights could not be read or changed during the
-        transfer."""
+        """End the publication of a version that all receivers have; then, the weights may change.
+        Return a summary of what this rank sent; the driver adds up all ranks' summaries. Raises a
+        WeightSyncError if the weights could not be read or changed during the transfer."""
         from ..resharding.weights import Given
 
         if self._publisher is None:
@@ -245,8 +238,8 @@ class ActorWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def compare_canaries(self, canaries: Mapping[str, Canary], version: int) -> None:
-        """Compare the followers' canaries, keyed by names such as "rollout[0]", with this group's
-        log-probabilities. Raises a WeightSyncError if they differ."""
+        """Compare this group's log-probabilities with the canaries of followers such as
+        "rollout[0]". Raises a WeightSyncError if they differ."""
         for receiver, canary in canaries.items():
             rows = Batch.of(
                 prompt_ids=[list(ids) for ids in canary.prompts],
@@ -262,22 +255,21 @@ class ActorWorker(TrainedWorker):
 
 
 _LARGEST_GAP = 1e-3
-"""[nats] Largest mean gap of a canary's tokens if both sides compute in float32; usual gaps are
+"""[nats] Largest mean gap of a canary's tokens if both sides compute in float32. Usual gaps are
 about 1e-6 (docs/benchmarks.md)."""
 _LARGEST_HALF_GAP = 0.2
-"""[nats] The same limit if either side computes in half precision; usual gaps are a few
-hundredths."""
+"""[nats] The same limit if either side uses half precision. Usual gaps are a few hundredths."""
 
 
 def check_canary(
     receiver: str, version: int, canary: Canary, logprobs: np.ndarray, *, exact: bool
 ) -> None:
     """Compare a rank's log-probabilities with the trainer's, [tokens] each. Raises a
-    WeightSyncError if the mean difference is too large or nan."""
+    WeightSyncError if the mean difference is too large or NaN."""
     own = np.array([value for response in canary.logprobs for value in response])
     gap = float(np.abs(own - logprobs).mean())
     bound = _LARGEST_GAP if exact and canary.exact else _LARGEST_HALF_GAP
-    # This is also true for nan.
+    # Also true for NaN.
     if not gap <= bound:
         raise WeightSyncError(
             f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "
@@ -300,19 +292,19 @@ class _WithGap:
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         loss_sum, metrics = self.loss(logprobs, rows)
-        # Tokens that are not trained may not have been sampled, such as the results of a tool.
+        # Untrained tokens may not have been sampled, such as a tool's results.
         gaps = (logprobs - rows[RESPONSE_LOGPROBS]).abs()
         gap = observed(rows.trained > 0, {"mean_logprob_gap": gaps}, largest={"max_logprob_gap": gaps})
         return loss_sum, {**metrics, **gap}
 
 
-# Decide before any process starts which LoRA adapters are published alone.
+# LoRA adapters: decide before any process starts which ones are published alone.
 
 
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
-    """Decide for each followed group with an adapter whether it publishes the adapter alone or
-    merged weights (`Lora.published`). Set the `config` of all handles involved accordingly. Raises
-    a UserError if the user asks to publish an adapter alone but a follower cannot take it."""
+    """Decide for each followed group with an adapter what to publish: the adapter alone or merged
+    weights (`Lora.published`). Set the handles' `config` accordingly. Raises a UserError if the
+    user asks for the adapter alone but a follower cannot take it."""
     handles = list(handles)
     for handle in handles:
         handle.config = handle.given
@@ -329,7 +321,7 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
     ]
     published = given.lora.published
     if published is None:
-        # Merging loses small updates only in bfloat16, and every follower can load merged weights.
+        # Every follower can load merged weights, but merging loses small updates in bfloat16.
         published = "adapter" if given.dtype == "bfloat16" and not refusals else "merged"
     elif published == "adapter" and refusals:
         follower, reason = refusals[0]

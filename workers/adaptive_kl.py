@@ -23,7 +23,7 @@ _FILE = "coefficient.json"
 
 
 class AdaptiveKlConfig(AdaptiveCoefficient):
-    """A KL penalty in the reward with an adaptive coefficient. Its horizon counts responses."""
+    """A KL penalty in the reward with an adaptive coefficient. The horizon counts responses."""
 
     estimator: Callable[..., Any] = k1
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3` or `absolute`.
@@ -35,8 +35,7 @@ class AdaptiveKlConfig(AdaptiveCoefficient):
 
 
 class AdaptiveKlWorker(Worker):
-    """Adds a KL penalty to rewards. It is a worker rather than a function, so that checkpoints save
-    the coefficient."""
+    """Adds a KL penalty to rewards. It is a worker so that checkpoints save the coefficient."""
 
     Config = AdaptiveKlConfig
 
@@ -53,7 +52,7 @@ class AdaptiveKlWorker(Worker):
     def token_rewards(
         self, samples: Batch, *, reward: str = str(REWARD), old: str = str(RESPONSE_LOGPROBS)
     ) -> Batch:
-        """Compute `rewards.token_rewards` of the samples with the current coefficient."""
+        """Compute `rewards.token_rewards` with the current coefficient."""
         estimator = self.config.estimator
         return token_rewards(
             samples, coefficient=self.coefficient, estimator=estimator, reward=reward, old=old
@@ -66,9 +65,9 @@ class AdaptiveKlWorker(Worker):
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
-        """Set the coefficient for the next step from the divergence of these samples. `old` is the
-        column with the log-probabilities of the sampling policy. Return `kl_coefficient`, the one
-        used in these rewards, and `kl` (nats per response)."""
+        """Set the next step's coefficient from these samples' divergence. `old` is the column of
+        the sampling policy's log-probabilities. Return `kl_coefficient` (used in these rewards) and
+        `kl` (nats per response)."""
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
         kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])
@@ -79,7 +78,7 @@ class AdaptiveKlWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder. Return 0, because training does not wait."""
+        """Write the coefficient to a new folder. Return 0: training does not wait."""
         # All ranks have the same coefficient.
         if self.context.rank == 0:
             Path(path).mkdir(parents=True)
@@ -95,5 +94,5 @@ class AdaptiveKlWorker(Worker):
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
         stored = read_json(Path(path) / _FILE)
-        # Restore only the value: target and horizon are settings, which a resumed run may change.
+        # Restore only the value, because a resumed run may change target and horizon.
         self.coefficient = self.config.model_copy(update={"value": float(stored["value"])})

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(TrainedConfig):
-    """A language model with a scalar head: the meaning of the head, and the model's sharding and
-    training."""
+    """A language model with a scalar head: the head's meaning, sharding and training."""
 
     head: Literal["values", "rewards"] = "values"
     """Output of the scalar head. "values": the value before each response token, for PPO.
@@ -34,12 +33,12 @@ class CriticConfig(TrainedConfig):
 
 
 class CriticWorker(TrainedWorker):
-    """Predicts numbers and learns to: a critic with head="values", a reward model with
-    head="rewards".
+    """Trains a model with a scalar head: a critic (head="values") or a reward model
+    (head="rewards").
 
     The model may be any causal language model, or one with a scalar head, such as a trained reward
-    model. A new head starts with small weights drawn from the seed. `lora` trains the adapter and
-    the whole head.
+    model. A new head starts with small weights drawn from the seed. `lora` also trains the whole
+    head.
     """
 
     Config = CriticConfig
@@ -51,7 +50,7 @@ class CriticWorker(TrainedWorker):
     def check(cls, config: CriticConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         check_scalar_head(config.model, read_model_config(config.model))
-        # Updates work with both heads, so only operations that need a certain head are listed.
+        # Operations that need a certain head. Updates work with both.
         wanted = {"values": "values", "score": "rewards"}
         for node in nodes:
             head = wanted.get(node.operation.name, config.head)
@@ -63,13 +62,13 @@ class CriticWorker(TrainedWorker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def values(self, batch: Batch, *, into: str = str(VALUES)) -> Batch:
-        """Compute the value before each response token under the current weights, [L] float32."""
+        """Compute the value before each response token, [L] float32."""
         return batch.with_columns(**{into: self.engine.values(batch)})
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, batch: Batch, *, into: str = str(REWARD)) -> Batch:
         """Compute the reward of each response, [1] float32: the head's output at the last token, or
-        nan for an empty response."""
+        NaN for an empty response."""
         return batch.with_columns(**{into: last_of_rows(*self.engine.values(batch))})
 
     @remote(
@@ -84,14 +83,13 @@ class CriticWorker(TrainedWorker):
         minibatches: int = 1,
         last: bool = True,
     ) -> Metrics:
-        """Make one new version of the weights: `epochs` passes over the rows, each of `minibatches`
-        optimizer steps. For results and errors, see `Updates.update`. The driver marks the `last`
-        call of an update."""
+        """Make a new version of the weights: `epochs` passes over the rows of `minibatches` steps
+        each. For results and errors, see `Updates.update`. `last` marks an update's last call."""
         return self._updates.update(batch, loss, epochs=epochs, minibatches=minibatches, last=last)
 
 
 def last_of_rows(values: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Return the last value of each row, or nan for an empty row: [rows] float32.
+    """Return the last value of each row, or NaN for an empty row: [rows] float32.
 
     >>> last_of_rows(np.array([1.0, 2.0, 3.0], np.float32), np.array([0, 2, 2, 3])).tolist()
     [2.0, nan, 3.0]

@@ -1,9 +1,7 @@
-"""Dispatch protocols: how to distribute the rows of a call over a worker group, and whose results
-to keep.
+"""Dispatch protocols: how to split a call's rows over ranks, and which ranks' results to keep.
 
-A protocol is a pair of functions of the ranks' mesh coordinates, so the driver needs to know
-nothing about tensor or pipeline parallelism. The built-in protocols are attributes of `Dispatch`. A
-custom protocol is one more value:
+A protocol is a pair of functions of the ranks' mesh coordinates, so the driver knows nothing about
+tensor or pipeline parallelism. Built-in protocols are attributes of `Dispatch`. To add one:
 
 >>> def first_rank_only(rows, mesh):
 ...     return [list(range(len(rows)))] + [None] * (len(mesh) - 1)
@@ -27,8 +25,7 @@ from .models.model_folder import head_dim, num_heads, read_model_config, text_se
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Position of a rank in its group's mesh. Ranks with equal `dp` form one replica and get the
-    same rows."""
+    """Position of a rank in its group's mesh. Ranks with equal `dp` form a replica."""
 
     dp: int = 0
     tp: int = 0
@@ -41,23 +38,23 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """What a protocol knows about the rows that it distributes; it does not see their contents."""
+    """What a protocol knows about rows. It does not see their contents."""
 
     num_tokens: np.ndarray
-    """[rows] number of tokens in each row."""
+    """[rows] tokens in each row."""
     group_ids: np.ndarray
-    """[rows] id of each row's group."""
+    """[rows] each row's group."""
     whole_groups: bool = False
     """Whether the rows of a group must stay together."""
     costs: np.ndarray | None = None
-    """[rows] cost of computing each row (`RowCost`); None uses its number of tokens."""
+    """[rows] cost of computing each row (`RowCost`). Default: its number of tokens."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
 
 
 Shares = Sequence[Sequence[int] | None]
-"""Indexes of each rank's rows; None for a rank that is not called."""
+"""Indices of each rank's rows; None for a rank that is not called."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,9 @@ class Dispatch:
     """A dispatch protocol.
 
     Args:
-        distribute: given the rows of a call and the ranks' coordinates, returns the share of each
-            rank.
-        collect: given the ranks' coordinates, returns the ranks whose results are kept. Choose one
-            rank per replica, because a row that two ranks return would count twice.
+        distribute: returns each rank's share of the rows.
+        collect: returns the ranks whose results to keep. Choose one rank per replica, because a row
+            that two ranks return would count twice.
     """
 
     name: str
@@ -77,29 +73,27 @@ class Dispatch:
 
     ONE_TO_ALL: ClassVar[Dispatch]
     """Every rank gets the same rows and arguments. Calls with rows keep the first rank's result;
-    other calls keep the results of all ranks."""
+    other calls keep all ranks' results."""
     SPLIT_BY_DP: ClassVar[Dispatch]
-    """Split rows over data-parallel replicas, balanced by cost. All ranks of a replica get the same
+    """Split rows over data-parallel replicas, balanced by cost. A replica's ranks get the same
     rows."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
-    """Split rows over generation replicas, that is, over each `micro_dp` of each `dp`. All ranks of
-    a generation replica (its pipeline stages and tensor-parallel shards) get the same rows."""
+    """Split rows over generation replicas: each `micro_dp` of each `dp`. All ranks of a generation
+    replica (its pipeline stages and tensor-parallel shards) get the same rows."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        # Pickle built-in protocols by name, so that comparison by identity works in other
-        # processes.
+        # Pickle built-in protocols by name, so that `is` works in other processes.
         if getattr(Dispatch, self.name, None) is self:
             return getattr, (Dispatch, self.name)
         return Dispatch, (self.name, self.distribute, self.collect)
 
 
 def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
-    """Split rows with these costs into parts with similar totals: place the most expensive row
-    first, each into the part with the lowest total so far. Ties go to the first such part, so the
-    split is deterministic.
+    """Split rows with these costs into parts with similar totals: assign each row, the most
+    expensive first, to the part with the lowest total so far. Ties go to the first such part.
 
     >>> balance([5, 1, 1, 3], 2)
     [[0], [1, 2, 3]]
@@ -142,7 +136,7 @@ def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
     """Return the first rank of the last pipeline stage of every data-parallel replica."""
     last = max(c.pp for c in mesh)
-    # Only the last stage has outputs, and all its tensor-parallel ranks have the same ones.
+    # Only the last stage has outputs, the same on all its tensor-parallel ranks.
     return [rank for rank, c in enumerate(mesh) if c.tp == 0 and c.pp == last]
 
 
@@ -168,8 +162,7 @@ Dispatch.SPLIT_BY_GENERATION_DP = Dispatch(
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of rows, in units of the linear cost of one token: L + L^2 / A for a row of L tokens
-    (ByteScale balances ranks this way, arXiv:2502.21231).
+    """Cost of rows in units of a token's linear cost: L + L^2 / A for L tokens (arXiv:2502.21231).
 
     >>> RowCost(attention_length=1000)(np.array([500, 1000])).tolist()
     [750.0, 2000.0]
@@ -177,7 +170,7 @@ class RowCost:
 
     attention_length: float = math.inf
     """A: number of tokens in a row whose attention costs as much as everything else. With infinity,
-    a row costs its number of tokens."""
+    attention is free."""
 
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
         tokens = np.asarray(num_tokens, np.float64)
@@ -185,9 +178,8 @@ class RowCost:
 
 
 def row_cost_of(model: str | Path) -> RowCost:
-    """Return the row cost of a model, from the numbers of multiplications that its settings imply.
-    If settings are missing, each token costs 1. Attention layers with a sliding window count as
-    free."""
+    """Return a model's row cost, from the numbers of multiplications that its settings imply. If
+    settings are missing, each token costs 1. Attention with a sliding window counts as free."""
     try:
         settings = text_settings(read_model_config(model))
     except UserError:

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
-    """Return the columns that a log-probability pass over the column `of` uses if they exist. A
-    mixture of experts replays `routes` only for sampled responses."""
+    """Return the optional columns of a log-probability pass over the column `of`. A mixture of
+    experts replays `routes` only for sampled responses."""
     return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
 
 
 class EngineWorker(Worker):
-    """A worker with a `TrainingEngine`: the one that `config.engine` creates, or an `FsdpEngine`.
-    If `alone`, this rank holds a complete model and joins no group."""
+    """A worker with the `TrainingEngine` that `config.engine` creates. Default: an `FsdpEngine`. If
+    `alone`, this rank holds a complete model and joins no group."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class EngineWorker(Worker):
         super().__init__(config, context)
         make = config.engine
         if make is None:
-            # Imported late, because the driver imports this module and must not import torch.
+            # Import late, because the driver imports this module, but not torch.
             from .training.fsdp import FsdpEngine as make
-        # A rank that is `alone` must not wait for others at a rendezvous.
+        # A rank that is `alone` must not wait at a rendezvous.
         where = replace(context, rank=0, world_size=1, rendezvous=None) if alone else context
         self.engine: TrainingEngine = make(config, where, training, head=head)
-        # Report an incomplete engine at the start rather than in the middle of a run.
+        # Report an incomplete engine now rather than in the middle of a run.
         wanted = [name for name in vars(TrainingEngine) if name[0] != "_"]
         missing = [name for name in wanted if not hasattr(self.engine, name)]
         if missing:
@@ -126,31 +126,30 @@ class TrainedConfig(ModelConfig, TrainingConfig):
 
 
 def loss_reads(loss: Loss) -> tuple[str | Column, ...]:
-    """Return the columns that an update with this loss requires."""
+    """Return the required columns of an update with this loss."""
     return (PROMPT_IDS, RESPONSE_IDS, *_declared(loss.reads))
 
 
 def loss_may_read(loss: Loss) -> tuple[str | Column, ...]:
-    """Return the columns that an update with this loss uses if they exist."""
+    """Return the optional columns of an update with this loss."""
     return (*_declared(loss.may_read), RESPONSE_MASK, IMAGES)
 
 
 def _declared(names: Iterable[str]) -> Iterator[str | Column]:
-    """Return the columns with these names. If Weft declares the name, this is Weft's column, never
-    one from a data file."""
+    """Return columns by name. A name that Weft declares never means a column of a data file."""
     return (KNOWN.get(name, name) for name in names)
 
 
 def training_batch(loss: Loss, epochs: int, minibatches: int, config: TrainedConfig) -> TrainingBatch:
-    """Return how the rows of an update are batched. With one pass and one minibatch, gradients may
+    """Return how to batch the rows of an update. With one pass and one minibatch, gradients may
     accumulate over several calls, unless the loss is not a sum over rows."""
-    # The router loss needs the expert loads of the whole step before the first backward pass.
+    # The router loss needs the whole step's expert loads before the first backward pass.
     in_parts = epochs == minibatches == 1 and config.router_loss is None
     return TrainingBatch(whole_groups=loss.whole_groups, accumulates=in_parts)
 
 
 class TrainedWorker(EngineWorker):
-    """Base class of trained workers, with updates and this group's part of checkpoints."""
+    """Base class of trained workers, with updates and checkpoints."""
 
     def __init__(
         self, config: TrainedConfig, context: Context = Context(), *, head: Head = "logprobs"
@@ -165,7 +164,7 @@ class TrainedWorker(EngineWorker):
             raise UserError(MISSING_TORCHAO)
         if config.lora is not None:
             config.lora.check(config.tensor_parallel)
-            # Skip this check where it cannot fail, because it imports torch, which takes seconds.
+            # This check imports torch, which takes seconds, so skip it where it cannot fail.
             if config.lora.targets != "all-linear" or config.lora.dora:
                 from .training.adapter import check_layers
 
@@ -184,9 +183,9 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save(self, path: str | Path, merged: bool = False) -> None:
-        """Write model, head and tokenizer as a Hugging Face folder. An existing folder is replaced.
-        An adapter is merged into the model if `merged` is set; otherwise only the adapter is
-        written, in the format of `peft`."""
+        """Write model, head and tokenizer as a Hugging Face folder, replacing an existing one.
+        `merged` merges an adapter into the model; otherwise, write only the adapter, in the format
+        of `peft`."""
         self.engine.save(Path(path), merged=merged)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -202,8 +201,7 @@ class TrainedWorker(EngineWorker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restore weights, optimizer, version and random states from a checkpoint, which any number
-        of ranks may have written."""
+        """Restore the training state from a checkpoint, written by any number of ranks."""
         self._updates.load(Path(path))
 
 
@@ -222,8 +220,7 @@ def check_updates(nodes: Iterable[Node]) -> None:
                 raise UserError(
                     f"node {node.name!r}: {name} must be an integer of at least 1, not {value!r}"
                 )
-        # Without old log-probabilities, the engine loses the old policy after the first of several
-        # steps.
+        # Without old log-probabilities, the old policy is lost after the first of several steps.
         steps = {name: node.arguments.get(name, 1) for name in ("epochs", "minibatches")}
         if (
             loss is not None

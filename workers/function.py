@@ -23,7 +23,7 @@ from .worker import Worker, remote
 
 
 class FunctionWorker(Worker):
-    """A process next to the driver, for work that is too small for a group of its own. With several
+    """A process next to the driver, for work that is too small for its own group. With several
     ranks, each gets a share of the rows, or of the groups if the function takes groups."""
 
     Config = Config
@@ -31,7 +31,7 @@ class FunctionWorker(Worker):
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP)
     def apply(self, rows: Batch, *, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Call the function of a node. If the function has a `measure`, also return its metrics."""
+        """Call the function of a node. Also return its metrics if it has a `measure`."""
         result = function(rows, **arguments)
         measure = getattr(function, "__measure__", None)
         return result if measure is None else (result, measure(rows, **arguments))
@@ -43,7 +43,7 @@ class RecorderConfig(Config):
 
 
 class RecorderWorker(Worker):
-    """Writes the samples of a run in a separate process, so that no step waits for it."""
+    """Writes a run's samples in a separate process, so that no step waits."""
 
     Config = RecorderConfig
     replaceable = True
@@ -52,12 +52,12 @@ class RecorderWorker(Worker):
     def record(
         self, rows: Batch, *, folder: Path, graph: str, token: int, steps: Mapping[int, int]
     ) -> None:
-        """Write rows to Arrow files, one per step. Tokens are also written as text.
+        """Write rows to Arrow files, one per step. Adds the text of tokens.
 
         Args:
-            folder: the folder `samples` of the run.
-            token: number of the current lease. The run's log records which leases were finished.
-            steps: maps each group to its step. Rows of other groups are dropped.
+            folder: the run's `samples`.
+            token: number of the lease. The run's log records which leases were finished.
+            steps: maps groups to steps. Rows of other groups are dropped.
         """
         step_of = np.array([steps.get(group, -1) for group in rows.numpy(GROUP_ID).tolist()], np.int64)
         make_folder(folder)
@@ -67,14 +67,12 @@ class RecorderWorker(Worker):
                 if self._tokenizer is not None and ids in kept and text not in kept:
                     decoded = self._tokenizer.decode_ragged(*kept.ragged_numpy(ids))
                     kept = kept.with_columns(**{str(text): decoded})
-            # If rows are recorded again, they have another lease, and readers skip unfinished
-            # leases.
+            # Rows that are recorded again have another lease, and readers skip unfinished leases.
             path = folder / sample_file_name(graph, step, token, self.context.rank)
             with replacing(path) as partial:
                 with pa.ipc.new_file(partial, kept.record.schema) as writer:
                     writer.write_batch(kept.record)
-                # Note the checksum before the file gets its final name, so that no finished file
-                # lacks one.
+                # Note the checksum before the final name, so that every finished file has one.
                 note_checksum(path, partial, self.context.rank)
 
     @cached_property

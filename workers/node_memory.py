@@ -10,7 +10,7 @@ from pathlib import Path
 from ..dataflow.byte_units import gib
 
 NO_LIMIT = 1 << 60
-"""[bytes] Limits of this size or more mean unlimited; cgroups version 1 reports such numbers."""
+"""[bytes] Limits from this size on mean unlimited, as in cgroups version 1."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class NodeMemory:
     """Used memory, without memory that the kernel can reclaim."""
     limit_bytes: int
     by: str
-    """Where the limit comes from."""
+    """Origin of the limit."""
 
     @property
     def share(self) -> float:
@@ -34,7 +34,7 @@ class NodeMemory:
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory | None:
-    """Return the memory of this node, under the tightest limit of the machine and the cgroups."""
+    """Return this node's memory, under the tightest limit of machine and cgroups."""
     found = [*_of_machine(root), *_of_cgroups(root)]
     return max(found, key=lambda memory: memory.share) if found else None
 
@@ -45,9 +45,9 @@ def cgroup_folders(root: Path = Path("/")) -> list[Path]:
     found: list[Path] = []
     for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
         paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
-        for path in paths:  # in a container this may be a path of the host, which does not exist
+        for path in paths:  # in a container, this may be a path of the host
             at = root / top / path.strip("/")
-            # The limits of all parent groups apply as well.
+            # The limits of all parent groups apply too.
             found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
     return list(dict.fromkeys(found))
 

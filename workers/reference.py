@@ -1,5 +1,4 @@
-"""ReferenceWorker: a model that computes log-probabilities, as a frozen reference or as a
-teacher."""
+"""ReferenceWorker: computes log-probabilities, as a frozen reference or as a teacher."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 
 
 class ReferenceConfig(ModelConfig):
-    """The reference model, and its sharding."""
+    """The reference model and its sharding."""
 
 
 class ReferenceWorker(EngineWorker):
-    """Computes log-probabilities under frozen weights, or under the weights of an actor that it
-    follows."""
+    """Computes log-probabilities under frozen weights, or under those of a followed actor."""
 
     Config = ReferenceConfig
 
@@ -32,7 +30,7 @@ class ReferenceWorker(EngineWorker):
         self.version = 0
         """Policy version of the weights."""
         self._whole = True
-        """Whether all weights belong to the same version."""
+        """Whether all weights have the same version."""
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -48,16 +46,14 @@ class ReferenceWorker(EngineWorker):
         of: str = str(RESPONSE_IDS),
         replay: bool = True,
     ) -> Batch:
-        """Compute the log-probability of each response token under this model, at the sampling
-        temperature.
+        """Compute the log-probability of each response token at the sampling temperature.
 
         Args:
-            batch: has the columns `prompt_ids` [P] int32, `of` [L] int32 and, if the temperature is
-                not 1, `temperature` [1] float32.
+            batch: has the columns `prompt_ids` [P] int32, `of` [L] int32 and, unless it is 1,
+                `temperature` [1] float32.
             into: the column to write, [L] float32 nats.
-            replay: whether a mixture of experts replays the column `routes`, if it exists. This is
-                right if the model has the initial weights of the trained model, and wrong for any
-                other model.
+            replay: whether a mixture of experts replays the column `routes`, if it exists. Set it
+                to False unless the model has the trained model's initial weights.
         """
         if not self._whole:
             raise WeightSyncError(
@@ -74,7 +70,7 @@ class ReferenceWorker(EngineWorker):
         weights do not fit the model or differ from the published ones."""
         from ..resharding.incoming import IncomingWeights
 
-        # Stays False if the update fails.
+        # Stays False if loading fails.
         self._whole = False
         with IncomingWeights(weights.to(f"{self.context.name}[{self.context.rank}]")) as incoming:
             checksum = self.engine.receive_weights(incoming)

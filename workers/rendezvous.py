@@ -8,13 +8,12 @@
     proves itself                     ── proof for r ──>  checks the proof of rank 0
        both continue with `torch.distributed`, under keys that begin with another HMAC of the secret
 
-Protection: a process without the secret, such as one from another run, cannot pass for a rank. A
-rank never uses the store of another group. The store listens on only one address.
+Protection: a process without the secret, such as one of another run, cannot pass for a rank. A rank
+never uses another group's store. The store listens on only one address.
 
 Limits: `TCPStore` has neither authentication nor encryption. A process that can connect to its port
-can list, read, overwrite and delete keys. So it can disturb a group, or learn where the group's
-ranks listen. The connections of gloo and NCCL carry unencrypted tensors. Between machines, use a
-network that outsiders cannot reach.
+can list, read, overwrite and delete keys, and thus disturb a group or learn where its ranks listen.
+gloo and NCCL send unencrypted tensors. Between machines, use a network that outsiders cannot reach.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.01
-"""[s] Polling interval for a key. Polling is needed because `TCPStore.wait` prints a C++ warning
-for each wait that times out."""
+"""[s] Polling interval for a key. `TCPStore.wait` would print a C++ warning at each timeout."""
 
 
 def take_port(host: str) -> socket.socket:
-    """Return a socket that is bound to a free port of one address of this machine. The socket does
-    not listen yet, so early connections are refused and retried instead of waiting forever.
+    """Return a socket bound to a free port of an address of this machine. It does not listen yet,
+    so early connections are refused and retried instead of waiting forever.
 
     >>> with take_port("127.0.0.1") as taken:
     ...     taken.getsockname()[0]
     '127.0.0.1'
 
     Raises:
-        WorkerError: this machine does not have the address.
+        WorkerError: the machine lacks this address.
     """
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -69,9 +67,9 @@ class Rendezvous:
     port: int
     secret: str = field(repr=False)
     timeout_s: float = 300.0
-    """[s] Longest wait for the other ranks."""
+    """[s] Maximum wait for the other ranks."""
     taken: socket.socket | None = field(default=None, repr=False, compare=False)
-    """On rank 0: the socket that holds the port. The store will listen on it."""
+    """On rank 0: the socket that holds the store's port."""
 
     @classmethod
     def at(cls, taken: socket.socket, secret: str, timeout_s: float = 300.0) -> Rendezvous:
@@ -84,13 +82,13 @@ class Rendezvous:
         return ipaddress.ip_address(self.host).is_loopback
 
     def proof(self, of: str, nonce: str) -> str:
-        # The proof includes the role, so that one rank's proof cannot be replayed as another's.
+        # The role keeps one rank's proof from being replayed as another's.
         return hmac.digest(self.secret.encode(), f"{of} {nonce}".encode(), "sha256").hex()
 
     def join(self, group: str, rank: int, ranks: int) -> Store:
         """Meet the other ranks of a group. Return the shared store once all ranks have proved that
-        they know the secret. Raises a WorkerError if ranks did not join in time (the message names
-        them), or if a process does not know the secret."""
+        they know the secret. Raises a WorkerError that names ranks that did not join in time, or if
+        a process does not know the secret."""
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         deadline = time.monotonic() + self.timeout_s
@@ -115,7 +113,7 @@ class Rendezvous:
                 None,
                 rank == 0,
                 timeout=timeout,
-                wait_for_workers=False,  # it would count every connection, not only ranks
+                wait_for_workers=False,  # it would count every connection
                 master_listen_fd=listening,
             )
         except (DistError, OSError) as error:
@@ -125,8 +123,7 @@ class Rendezvous:
             ) from None
 
     def _wait_for_port(self, deadline: float) -> None:
-        """Wait until rank 0 listens, because `TCPStore` would log a stack trace for each
-        attempt."""
+        """Wait until rank 0 listens. `TCPStore` would log a stack trace for each attempt."""
         while True:
             try:
                 left_s = max(POLL_S, deadline - time.monotonic())
@@ -139,7 +136,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """The exchange of proofs, as one rank sees it."""
+    """One rank's view of the exchange of proofs."""
 
     rendezvous: Rendezvous
     store: Store
@@ -147,8 +144,7 @@ class _Meeting:
     deadline: float
 
     def let_in(self, others: Sequence[int]) -> str:
-        """On rank 0: check the proofs of the other ranks, prove rank 0's identity to each, and
-        return its nonce."""
+        """On rank 0: check the other ranks' proofs, prove its identity, and return its nonce."""
 
         def missing() -> str:
             late = [rank for rank in others if not self.store.check([f"proof/{rank}"])]
@@ -168,8 +164,7 @@ class _Meeting:
         return own
 
     def come(self, rank: int) -> str:
-        """On other ranks: prove membership to rank 0, and check rank 0's proof. Return rank 0's
-        nonce."""
+        """On other ranks: prove membership to rank 0, check its proof, and return its nonce."""
         own = secrets.token_hex(16)
         self._wait_for("nonce/0", lambda: "rank 0")
         nonce = self._read("nonce/0")

@@ -1,5 +1,4 @@
-"""RewardWorker: scores samples with Python functions that were written for Weft or another
-library."""
+"""RewardWorker: scores samples with Python functions, written for Weft or another library."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 400
-"""Number of characters of a prompt or response that a message shows."""
+"""Number of characters of a prompt or response that messages show."""
 # Stack frames in this folder belong to Weft, not to the user's code.
 _LIBRARY = str(Path(__file__).parent.parent / "workers")
 
@@ -46,27 +45,27 @@ class RewardConfig(Config):
 
     function: Callable[..., Any] | Reward | tuple[Callable[..., Any] | Reward, ...]
     """Required. Set it to a reward function or grader, or to several whose weighted sum is the
-    reward. Parameter names select columns of the data or of earlier nodes, as in `def
-    score(response, answer) -> float`; `response` is the text of the response. A parameter with a
-    default gets its column if that exists, and `**columns` gets all other columns. Arguments that
-    `functools.partial` binds stay fixed. Weft recognizes functions written for TRL, verl, OpenRLHF,
-    slime and verifiers 0.1 to 0.3 by their parameters, and calls them as their library does.
-    `Reward(function=..., name=..., weight=...)` gives a function a name or a weight."""
+    reward. Parameter names select columns of the data or of earlier nodes: `def score(response,
+    answer) -> float`; `response` is the text of the response. A parameter with a default is
+    optional, and `**columns` gets all other columns. `functools.partial` may fix arguments. Weft
+    recognizes functions written for TRL, verl, OpenRLHF, slime and verifiers 0.1 to 0.3 by their
+    parameters, and calls them as their library does. `Reward(function=..., name=..., weight=...)`
+    sets a name or a weight."""
     tokenizer: str | Path
-    """Required. Set it to the rollout's model: the folder or Hugging Face id of the tokenizer that
+    """Required. Set it to the rollout's model: folder or Hugging Face id of the tokenizer that
     decodes responses."""
 
     deadline_s: float | None = pydantic.Field(default=None, gt=0)
     """[s] Time limit for each sample, or for each call of a batch function; None selects the
     driver's `call_timeout_s`. After it, Weft requeues the samples without a score, and drops a
-    sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts the
-    function if it runs Python without a debugger. Asynchronous calls are cancelled. Set it if a
-    grader may hang."""
+    sample that has exceeded the limit three times. Ray replaces the process; `Local` interrupts
+    Python functions that run outside a debugger. Asynchronous calls are cancelled. Set it if
+    graders may hang."""
     max_failed: float = pydantic.Field(default=MAX_FAILED, ge=0, le=1)
-    """[share] Maximum share of samples that may fail. Before 100 samples are seen, it is a share
-    of 100, so that a few early failures do not end the run. Weft drops a sample that fails
-    three times and counts it in `failed_rows`. A larger share ends the run; with 0, the first
-    failure does. Raise it for a service that fails often."""
+    """[share] Maximum share of samples that may fail; a larger share ends the run. For the first
+    100 samples, it is a share of 100, so that a few early failures do not end the run. With 0, the
+    first failure ends it. Weft drops a sample that fails three times and counts it in
+    `failed_rows`. Raise it for a service that fails often."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("deadline_s", "max_failed"))
 
@@ -89,12 +88,11 @@ class RewardConfig(Config):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The functions, each with its name and weight."""
         return _rewards(self.function)
 
     @property
     def silence_s(self) -> float | None:
-        """[s] Longest time without progress in a working process."""
+        """[s] Longest time without progress in a process that works."""
         return None if self.deadline_s is None else self.deadline_s + PART_S
 
     @property
@@ -111,20 +109,18 @@ class RewardConfig(Config):
         return any(reward.takes_text for reward in self.rewards)
 
     def columns(self, into: str) -> tuple[str, ...]:
-        """Return the columns to write: the reward, each function's result, and the parts of
-        results."""
+        """Return the columns to write: the reward, each function's result, and results' parts."""
         named = [f"{into}/{reward.title}" for reward in self.rewards] if len(self.rewards) > 1 else []
         return (into, *named, *([f"{into}_parts"] if self.has_parts else []))
 
     @property
     def has_parts(self) -> bool:
-        """Whether a function may return a dictionary, according to its library or its
-        annotation."""
+        """Whether a function may return a dictionary, according to its library or annotation."""
         return any(reward.may_return_parts for reward in self.rewards)
 
     def verdict(self, into: str) -> str | None:
         """Return the column of the only grader that gives verdicts, right (1) or wrong (0); None if
-        there is no such grader or more than one."""
+        there is not exactly one."""
         verdicts = [r.title for r in self.rewards if getattr(r.function, "is_verdict", False)]
         if len(verdicts) != 1:
             return None
@@ -132,7 +128,7 @@ class RewardConfig(Config):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes to log when a run starts: functions with the signature of another library."""
+        """Notes to log when a run starts: functions with another library's signature."""
         found = ((reward, reward.signature) for reward in self.rewards)
         return tuple(
             f"reward function {r.title} ({r.place}) has {signature}"
@@ -158,7 +154,7 @@ def _may_read(config: RewardConfig) -> tuple[str, ...]:
 
 
 class RewardWorker(Worker):
-    """Scores samples with Python functions of their columns."""
+    """Scores samples with Python functions."""
 
     Config = RewardConfig
     replaceable = True
@@ -200,17 +196,15 @@ class RewardWorker(Worker):
         writes=lambda config, into: config.columns(into),
     )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> Iterator[tuple[Batch, Metrics]]:
-        """Call the functions on each sample. If functions are slow, rewards are yielded in parts. A
-        failed sample delays no other: its exception is raised after all rewards.
+        """Call the functions on each sample. Slow functions yield rewards in parts. A failed sample
+        does not stop the others: its exception is raised after all rewards.
 
         Raises:
-            ResultError: a function returned something that is not a number; no further sample is
-                scored.
-            SampleError: a function returned a number that is not finite, or no function applies to
-                a sample.
-            Exception: the first exception that a function raised. Like a `SampleError`, it has the
-                attributes `sample_ids` (of all failed samples) and `sample`: the prompt and
-                response of the first failed sample, and the line that raised.
+            ResultError: a function returned no number. No further sample is scored.
+            SampleError: a function returned NaN or infinity, or no function applies to a sample.
+            Exception: the first exception of a function. Like a `SampleError`, it has the
+                attributes `sample_ids` (of all failed samples) and `sample` (prompt and response of
+                the first failed sample, and the line that raised).
         """
         decode = self._tokenizer.decode if self.config.takes_text else lambda ids: [""] * len(ids)
         rows = RewardRows(samples, decode)
@@ -248,8 +242,7 @@ class RewardWorker(Worker):
         return of_column(into, {**logged, **parts, **own})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
-        """Return the first failure, with the ids of all failed samples and the texts of the
-        first."""
+        """Return the first failure, with all failed samples' ids and the first one's texts."""
         first, error = next(iter(failed.items()))
         ids = samples["sample_id"].to_pylist()
         texts = {str(PROMPT): samples[PROMPT][first].as_py()} if PROMPT in samples else {}
@@ -283,8 +276,7 @@ def _check_answers(reward: Reward, source: Source) -> None:
 
 @contextlib.contextmanager
 def _working_directory_kept() -> Iterator[None]:
-    """Restore the working directory after a function that changes it, as code sandboxes do, because
-    the user's relative paths depend on it."""
+    """Restore the working directory, which functions such as code sandboxes may change."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -298,15 +290,14 @@ def _working_directory_kept() -> Iterator[None]:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
-    """Return mean, standard deviation and number (`scored`) and, if there are any rewards, their
-    maximum."""
+    """Return mean, standard deviation, number (`scored`) and, unless there are none, maximum."""
     metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
     return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
 
 def of_column(column: str, metrics: Metrics) -> Metrics:
-    """Prefix metrics with the name of their column, except for the reward itself. The mean of a
-    baseline, for example, must not count as the reward's.
+    """Prefix metrics with their column's name, unless it is the reward: a baseline's mean, for
+    example, must not count as the reward's.
 
     >>> of_column("reward", {"mean": Mean(1.0)}), of_column("baseline_reward", {"mean": Mean(1.0)})
     ({'mean': Mean(total=1.0, weight=1.0)}, {'baseline_reward_mean': Mean(total=1.0, weight=1.0)})
@@ -317,7 +308,7 @@ def of_column(column: str, metrics: Metrics) -> Metrics:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the file and line of the innermost frame of user code in the traceback."""
+    """Return file and line of the innermost frame of user code in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if not f.filename.startswith((_LIBRARY, "<"))]
     installed = ("site-packages", f"{os.sep}lib{os.sep}python")

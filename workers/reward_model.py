@@ -1,4 +1,4 @@
-"""RewardModelWorker: scores samples with a trained reward model, whose weights are frozen."""
+"""RewardModelWorker: scores samples with a frozen reward model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class RewardModelConfig(ModelConfig):
-    """The reward model: a folder with a scalar head, such as a `CriticWorker(head="rewards")`
-    saves. It must use the policy's tokenizer."""
+    """The reward model: a folder with a scalar head, such as `CriticWorker(head="rewards")` saves.
+    It must use the policy's tokenizer."""
 
 
 class RewardModelWorker(EngineWorker):
-    """Scores responses with a model. Each rank has the complete model, so a dead rank can be
+    """Scores responses with a model. Each rank has the complete model, so that a dead rank can be
     replaced while the others continue."""
 
     Config = RewardModelConfig
@@ -57,13 +57,13 @@ class RewardModelWorker(EngineWorker):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank. Each rank is a replica."""
+        """Coordinates of this rank, which is a replica."""
         return Coordinates(dp=self.context.rank)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
         """Compute the reward of each response: the head's output at its last token. Raises a
-        UserError if a response is empty or its reward is not finite; the message names the row."""
+        UserError that names the row if a response is empty or its reward is not finite."""
         rewards = last_of_rows(*self.engine.values(samples))
         wrong = np.flatnonzero(~np.isfinite(rewards))
         if len(wrong):

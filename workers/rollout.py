@@ -69,40 +69,37 @@ if TYPE_CHECKING:
 
 
 SMALLEST_HEAD_ON_CPU = 32
-"""Smallest size of an attention head that vLLM's CPU kernel supports."""
+"""Smallest attention head that vLLM's CPU kernel supports."""
 
 
 class RolloutConfig(VllmSettings):
-    """The model that a rollout samples from, and its generation engine."""
+    """Model and generation engine of a rollout."""
 
     model: str | Path
-    """Required. Set it to the actor's model: a folder or Hugging Face id with the initial
-    weights."""
+    """Required. Set it to the actor's model: folder or Hugging Face id with the initial weights."""
     engine: Literal["vllm", "transformers"] = "vllm"
     """Generation engine. "vllm" is fast on CPUs and GPUs; "transformers" needs no further packages.
     Choose "transformers" for debugging."""
     max_context: int | None = Field(default=None, ge=2)
-    """[tokens] Maximum length of prompt and response together; None selects the model's own limit.
+    """[tokens] Maximum length of prompt and response together; None selects the model's limit.
     Lower it to save memory."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
     dtype if the actor publishes only its adapter. Choose "float32" to compare log-probabilities
     exactly with the trainer's."""
     adapter: Lora | None = None
-    """Adapter to serve on top of the model. The run sets it from the followed actor
-    (`Lora.published`)."""
+    """Adapter to serve. The run sets it from the followed actor (`Lora.published`)."""
     routes: bool = False
-    """Record the experts that process each token of a mixture, in two bytes per expert and layer.
-    Trainers then replay these routes ("router replay", arXiv:2510.11370). Set it if
-    `mean_logprob_gap` of a mixture is large, for example in half precision."""
+    """Record which experts process each token of a mixture of experts, in 2 bytes per token, expert
+    and layer. Trainers replay these routes ("router replay", arXiv:2510.11370). Set it if
+    `mean_logprob_gap` is large, for example in half precision."""
     seeded: bool = True
     """Give each response its own seed, so that every placement samples the same tokens. Set it to
     False for about 8 % more tokens per second from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
-    them. Otherwise, sampling pauses for the whole transfer. None enables it on CPU nodes with
-    memory for two copies of the weights. Set it to False if transfers during sampling take too
-    long."""
+    them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with
+    memory for two copies of the weights. Set it to False if such transfers take too long."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
@@ -111,8 +108,7 @@ class RolloutConfig(VllmSettings):
     }
 
     def check(self, nodes: Sequence[Node], source: Source) -> None:
-        """Find mistakes in the `generate` calls of one graph. Raises the same errors as
-        `Worker.check`."""
+        """Check the `generate` calls of one graph. Raises the errors of `Worker.check`."""
         settings = read_model_config(self.model)
         of_model = context_of(settings)
         check_weights(self.model, trained=False)
@@ -145,8 +141,7 @@ class RolloutConfig(VllmSettings):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes to log when a run starts: end-of-text tokens that the model's settings do not
-        name."""
+        """Notes to log when a run starts: end-of-text tokens that the model's settings lack."""
         return stop_token_notes(self.model)
 
 
@@ -212,8 +207,7 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
 def _check_prompts(
     source: Source, node: str, sampling: Sampling, max_context: int | None, of_model: int | None
 ) -> None:
-    """Check that every prompt of the source leaves room for `max_tokens`. Prompts that other nodes
-    write are checked when they are sampled."""
+    """Check that the source's prompts leave room for `max_tokens`. The worker checks others."""
     if max_context is None:
         return
     if sampling.max_tokens >= max_context:
@@ -247,7 +241,7 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 
 MAX_RESPONSES = 10_000_000
-"""Limit on the responses of one `generate` call, because the worker keeps one request for each."""
+"""Limit on the responses of one `generate` call, which holds a request for each."""
 POLL_S = 0.001
 """[s] Polling interval for new weights while the worker is idle."""
 
@@ -272,7 +266,7 @@ class RolloutWorker(Worker):
         self._vocabulary = read_vocabulary(self._folder)
         self._generating = 0
         """Number of calls that are sampling."""
-        # Seed of the replica. Requests without a seed must differ between replicas.
+        # Requests without a seed must differ between replicas.
         seed = _hash(context.seed, context.rank) % 2**31
         reads_images = sees_images(read_model_config(self._folder))
         self._images = ImageReader(config.model, self._folder) if reads_images else None
@@ -284,7 +278,7 @@ class RolloutWorker(Worker):
         )
 
     def new_engine(self, **settings: Any) -> GenerationEngine:
-        """Create the generation engine. A subclass may override this."""
+        """Create the generation engine. Subclasses may override this."""
         if self.config.engine == "vllm":
             return VllmEngine(str(self._folder), self.config, routes=self.config.routes, **settings)
         settings |= {"max_num_seqs": self.config.max_num_seqs, "routes": self.config.routes}
@@ -303,28 +297,26 @@ class RolloutWorker(Worker):
     ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
         """Sample `n` responses to each prompt.
 
-        After each engine step, yields the responses that finished in it, or None if none did, which
-        lets another call on this worker run. The caller may send back sample ids of prompts whose
-        remaining responses are no longer wanted.
+        After each engine step, yields the responses that finished in it. If none did, yields None,
+        which lets another call on this worker run. The caller may send back the sample ids of
+        prompts whose remaining responses are no longer wanted.
 
         Args:
-            prompts: has the columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional
-                columns: `draw_path` (in later expansions of a graph), `made_before` (numbers of
-                responses that already exist), and `images`, each with a placeholder in the prompt.
+            prompts: has the columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
+                `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
+                that already exist), and `images`, each with a placeholder in the prompt.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
             `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`,
-            `temperature` float32 and, if `routes` is set, the column of that name.
-            Log-probabilities are those of the distribution that was sampled from. Greedy responses
-            use the model's own distribution (and `temperature` 1). If the sampling truncates the
-            distribution, no log-probabilities are written (see `Sampling`). Metrics: `tokens`,
-            `response_length` and `truncation_rate` (share of responses that reached the token
-            limit).
+            `temperature` float32 and, if set in the configuration, `routes`. Log-probabilities are
+            those of the sampling distribution; for greedy responses, of the model's own
+            distribution (with `temperature` 1). If the sampling truncates the distribution, there
+            are no log-probabilities (see `Sampling`). Metrics: `tokens`, `response_length` and
+            `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
-            SampleError: a prompt is empty or too long for the context, or its images are
-                unreadable.
+            SampleError: a prompt is empty or too long, or its images are unreadable.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -345,11 +337,11 @@ class RolloutWorker(Worker):
             for index in (index for index in range(n) if index not in made[row]):
                 seed = self._seed(int(group_ids[row]), draws[row], ids, index)
                 requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
-        # Number of unfinished responses for each prompt.
+        # Number of unfinished responses per prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
         steps = self.engine.generate(requests, sampling)
-        # send() raises StopIteration when the engine has finished
+        # `send` raises StopIteration when the engine has finished.
         self._generating += 1
         try:
             with contextlib.closing(steps), contextlib.suppress(StopIteration):
@@ -372,10 +364,10 @@ class RolloutWorker(Worker):
         self, weights: Weights, recompute: bool = False
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
         """Load a published version of the weights, and return its checksum. With a double buffer
-        and while the worker is sampling, this is a generator. It yields while the version arrives,
-        and also returns the metric `weights_pause_s`. `recompute` rebuilds the KV cache of
-        unfinished responses. Raises a WeightSyncError if the bytes differ from the published ones
-        or do not fit the model."""
+        and while the worker is sampling, return a generator: it yields while the version arrives,
+        and returns the checksum and the metric `weights_pause_s`. `recompute` rebuilds the KV cache
+        of unfinished responses. Raises a WeightSyncError if the bytes differ from the published
+        ones or do not fit the model."""
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage a version.
         if self._generating and self._doubles and not weights.backend:
@@ -384,7 +376,7 @@ class RolloutWorker(Worker):
 
     @cached_property
     def _doubles(self) -> bool:
-        """Whether new weights arrive in separate memory while the old ones are in use."""
+        """Whether new weights arrive in separate memory while the worker uses the old ones."""
         if self.config.double_buffer is not None:
             return self.config.double_buffer
         memory = None if torch.cuda.is_available() else node_memory()
@@ -434,8 +426,8 @@ class RolloutWorker(Worker):
     def _seed(
         self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
     ) -> int | None:
-        """Return the seed of one response. It depends on the prompt and the draw path, because rows
-        of later turns share their group and may share their prompt."""
+        """Return the seed of one response. It depends on prompt and draw path, because rows of
+        later turns share their group and may share their prompt."""
         if not self.config.seeded:
             return None
         return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
@@ -515,17 +507,16 @@ class RolloutWorker(Worker):
         context = config.max_context or context_of(read_model_config(config.model))
         if context is None:
             return None
-        # "" stands for the source; prompts of other nodes are not filtered by length.
+        # Only prompts of the source ("") are filtered by length.
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
 
 
-# Canary: log-probabilities that a rank and its trainer both compute, before the rank serves the
-# run.
+# Canary: log-probabilities that a rank and its trainer both compute before the rank serves the run.
 #
-# Checksums show that the weights have arrived. The canary shows that both sides compute the same
-# results with them. A rank samples it once, after it has received its first weights.
+# Checksums show that the weights arrived. The canary shows that both sides compute the same
+# results with them. A rank samples it once, after its first weights.
 
 _CANARIES = 4
 _CANARY_PROMPT_TOKENS = 4
@@ -550,7 +541,7 @@ def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     >>> len(_canary_prompts(100)), int(max(ids.max() for ids in _canary_prompts(3))) < 3
     (4, True)
     """
-    # If config.json does not state the vocabulary size, only the smallest ids are sure to be valid.
+    # If config.json lacks the vocabulary size, only the smallest ids are certain to be valid.
     drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (_CANARIES, _CANARY_PROMPT_TOKENS))
     return list(drawn.astype(np.int32))
 
@@ -562,7 +553,7 @@ def _children(
     n: int,
     sampling: Sampling,
 ) -> Children:
-    """Return responses as child rows. `left` is the number of unfinished responses of each row."""
+    """Return responses as child rows. `left` maps a prompt's row to its unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
     return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
@@ -575,7 +566,7 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
         str(RESPONSE_LOGPROBS): (np.concatenate([r.logprobs for r in responses]), offsets),
         str(RESPONSE_VERSIONS): (np.concatenate([r.versions for r in responses]), offsets),
         str(FINISH_REASON): [r.finish_reason for r in responses],
-        # Trainers divide logits by this; greedy responses use the model's plain distribution.
+        # Trainers divide logits by it; greedy responses use the model's own distribution.
         str(TEMPERATURE): np.full(len(responses), sampling.temperature or 1.0, dtype=np.float32),
     }
     if responses[0].routes is not None:
@@ -595,7 +586,7 @@ def _metrics(responses: Sequence[Response]) -> Metrics:
 
 
 def _hash(*numbers: int, content: bytes = b"") -> int:
-    """Return a 63-bit hash that is the same in every process and run."""
+    """Return a 63-bit hash that does not depend on the process or run."""
     digest = hashlib.blake2b(content, digest_size=8)
     digest.update(repr(numbers).encode())
     return int.from_bytes(digest.digest(), "little") >> 1

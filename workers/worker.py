@@ -36,27 +36,28 @@ def remote(
     takes: Takes | Callable[..., Takes] | None = None,
     interruptible: bool = False,
 ) -> Callable[[F], F]:
-    """Make a method callable on a group. The method itself stays unchanged.
+    """Decorator: make a method callable on a worker group. Does not change the method.
 
     A method with columns takes a `Batch` as its first argument. It returns a `Batch`, metrics,
-    `(Batch, metrics)`, or an iterator of these. Each item of an iterator is published as soon as it
-    is yielded. Yielding None publishes nothing, and lets another call run. A map returns one row
-    for each input row, in the same order. A method without columns returns its result, or a
-    generator that yields None and finally returns the result with metrics.
+    `(Batch, metrics)`, or an iterator of these. The worker publishes each item of an iterator as
+    soon as the method yields it; None publishes nothing, but lets another call run. A map returns
+    one row for each input row, in the same order.
+
+    A method without columns returns a result, or a generator that yields None and finally returns
+    the result with metrics.
 
     Args:
-        dispatch: how to distribute rows over the ranks, and whose results to keep.
+        dispatch: how to split rows over the ranks, and which ranks' results to keep.
         shape: how output rows relate to input rows.
-        reads: columns that the method requires. May be a function of the call's arguments and the
-            group's `config` that returns them: `lambda loss: (RESPONSE_IDS, *loss.reads)`.
-        may_read: columns that the method uses if they exist.
-        writes: columns that the method adds.
-        takes: the unit of one call. None selects groups if `shape` is GROUP, and rows otherwise.
-        interruptible: whether other calls on the worker may run each time the method yields.
+        reads: required columns, or a function of the call's arguments and the group's `config`:
+            `lambda loss: (RESPONSE_IDS, *loss.reads)`.
+        may_read: optional columns, read if they exist.
+        writes: added columns.
+        takes: input of one call. Default: groups for GROUP, rows for all other shapes.
+        interruptible: whether other calls on the worker may run when the method yields.
 
     Raises:
-        UserError: on declaration, if `reads` or another of these functions has a parameter that the
-            method lacks.
+        UserError: a function such as `reads` has a parameter that the method lacks.
     """
 
     def attach(method: F) -> F:
@@ -69,7 +70,7 @@ def remote(
 
 
 def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
-    """Return the dispatch protocol of a worker's method, or None if the method is not remote."""
+    """Return the dispatch protocol of a worker's method; None if not remote."""
     for each in worker_class.__mro__:
         # An override without @remote inherits the protocol.
         dispatch = getattr(vars(each).get(method), "__dispatch__", None)
@@ -79,8 +80,7 @@ def dispatch_of(worker_class: type, method: str) -> Dispatch | None:
 
 
 MAX_FAILED = 0.05
-"""Default of `max_failed` for groups whose configuration has no such setting: the share of a node's
-rows that may be dropped after three failures each."""
+"""Default of `max_failed`: the share of a node's rows that may fail three times each."""
 
 
 @dataclass(frozen=True)
@@ -96,30 +96,29 @@ class Context:
     run_dir: Path | None = None
     seed: int = 0
     watched: bool = False
-    """Whether the driver replaces this process if it shows no progress for too long. If not, the
-    worker enforces deadlines itself."""
+    """Whether the driver replaces this process if it makes no progress for too long. If not, the
+    worker itself enforces deadlines."""
     at: Callable[[int | None], None] = lambda sample_id: None
-    """Call this with the id of the sample in work (None for no sample), where a sample may hang or
-    end the process. The driver then blames this sample, rather than all unfinished samples of the
-    call."""
+    """Call this with a sample's id before work in which the sample may hang or end the process, and
+    with None afterwards. The driver then blames this sample, not all samples of the call."""
     local_rank: int = 0
     """Index of this rank among the group's ranks on its node."""
     node_rank: int = 0
     """Index of this node among the group's nodes."""
     nodes: int = 1
-    """Number of nodes of the group. Each has the same number of ranks."""
+    """Number of nodes of the group. Each node has the same number of ranks."""
     address: str = ""
-    """Address of the node for ranks on other nodes; empty if there are none."""
+    """Address of this node for ranks on other nodes; empty without other nodes."""
     devices: tuple[str, ...] = ()
-    """The GPUs that only this process sees, as in `CUDA_VISIBLE_DEVICES`. If empty, the process
-    sees all GPUs of its node, and uses the one with its local rank's number."""
+    """GPUs that only this process sees, as in `CUDA_VISIBLE_DEVICES`. If empty, the process sees
+    all GPUs of its node, and uses the one numbered like its local rank."""
     advance: Callable[[], None] = lambda: None
     """Call this after each part of the work, such as a microbatch or an engine step. If a rank does
     not call it for `call_timeout_s`, the driver considers the rank hung."""
 
 
 def device_index(context: Context, visible: int) -> int:
-    """Return the index of this rank's GPU among the visible ones. `visible` is at least 1.
+    """Return the index of this rank's GPU among the `visible` ones (at least 1).
 
     >>> device_index(Context(local_rank=3, devices=("3",)), 1), device_index(Context(local_rank=3), 8)
     (0, 3)
@@ -140,9 +139,8 @@ def device_index(context: Context, visible: int) -> int:
 
 
 def peak_device_bytes() -> int:
-    """Return the largest number of bytes that PyTorch has held on the current GPU; 0 if PyTorch has
-    not used one."""
-    # Never import torch for this: a process without torch uses no GPU.
+    """Return the peak number of bytes that PyTorch has reserved on the current GPU, or 0."""
+    # Do not import torch: a process without torch uses no GPU.
     loaded = sys.modules.get("torch")
     if loaded is None or not loaded.cuda.is_available() or not loaded.cuda.is_initialized():
         return 0
@@ -150,8 +148,7 @@ def peak_device_bytes() -> int:
 
 
 def rank_device(context: Context) -> torch.device:
-    """Return the device of a rank, and make it the current device, so that `cuda` without a number
-    means this one. Raises the same errors as `device_index`."""
+    """Make a rank's device the current one, and return it. Raises the errors of `device_index`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", device_index(context, torch.cuda.device_count()))
@@ -162,17 +159,17 @@ def rank_device(context: Context) -> torch.device:
 class Worker:
     """Base class of every worker.
 
-    The constructor of a subclass, `Cls(config, context)`, loads the model. Methods marked with
-    `@remote` can be called on a group. `weft.group` returns a *handle* that is typed as its worker
+    The constructor of a subclass, `Cls(config, context)`, loads the model. A worker group can call
+    the methods marked with `@remote`. `weft.group` returns a *handle* that is typed as the worker
     class, so this class also declares the methods of handles.
     """
 
     Config: ClassVar[type[Config]]
     """Configuration class; `weft.group` constructs it from keyword arguments."""
     replaceable: ClassVar[bool] = False
-    """Whether ranks are independent: they hold only their configuration, and the weights that they
-    follow. Their failed rows are requeued, and dropped at the third failure (see `MAX_FAILED`). A
-    process that ends or hangs is replaced, and the run continues."""
+    """Whether ranks are independent: a rank holds only its configuration and the weights that it
+    follows. Failed rows are requeued, and dropped at the third failure (see `MAX_FAILED`). The
+    driver replaces a process that ends or hangs, and the run continues."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config
@@ -184,12 +181,10 @@ class Worker:
 
         Args:
             nodes: calls on this group in one graph (`node.arguments` maps names to values).
-            source: the rows that feed the graph (`source.table`, a `pyarrow.Table`, and
-                `source.name`).
+            source: the graph's rows (`source.table`, a `pyarrow.Table`, and `source.name`).
 
         Raises:
-            UserError: a setting is wrong. The message names the setting, the rule, and the closest
-                valid value.
+            UserError: a setting is wrong. The message names the rule and the closest valid value.
         """
 
     @classmethod
@@ -198,44 +193,37 @@ class Worker:
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
-        """Return the function that computes the cost of rows. Replicas get rows of similar total
-        cost."""
+        """Return the function that computes row costs. Replicas get rows of similar total cost."""
         return RowCost()
 
     @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
-        """Return the largest number of prompt tokens that these calls allow, or None if there is no
-        limit."""
+        """Return the maximum number of prompt tokens that these calls allow, or None."""
         return None
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:
-        """Return the largest number of tokens (prompt and response) that the model can read in a
-        row, or None if there is no limit."""
+        """Return the maximum number of tokens (prompt and response) of a row; None for no limit."""
         return None
 
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
-        """Return why a group with this configuration cannot load only its leader's adapter, or ""
-        if it can. If it can, it gets the adapter's settings in `config.adapter`. `leader` is the
-        configuration of the followed group."""
+        """Return why a group with this configuration cannot load only the adapter of a leader with
+        the configuration `leader`, or "" if it can. Then, the run sets `config.adapter`."""
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
-        """Return why vLLM's own backends cannot send weights to a group with this configuration, or
-        "" if they can."""
+        """Return why vLLM's backends cannot send weights to such a group, or "" if they can."""
         return f"{cls.__name__} does not run vLLM"
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of this rank in the mesh of its group; the rank registers them with the
-        driver."""
+        """Coordinates of this rank in its group's mesh. The rank registers them with the driver."""
         return Coordinates(dp=self.context.rank)
 
     def follows(self, leader: Worker, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th of its updates. Call this method on
-        handles, before a graph runs."""
+        """Load the weights of `leader` after every `every`-th update. Call it before graphs run."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"
@@ -243,7 +231,7 @@ class Worker:
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def register(self) -> Coordinates:
-        """Return the coordinates. Called on a process that replaces another."""
+        """Return the coordinates. The driver calls this on a replacement process."""
         return self.coordinates
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
@@ -260,17 +248,17 @@ class Worker:
 
 @dataclass(frozen=True)
 class Children:
-    """New rows of some parents. An expansion that returns or yields a plain `Batch` instead states
-    that these are all rows of the parents in it.
+    """New rows of some parents. An expansion that yields or returns a plain `Batch` states that
+    these are all rows of their parents.
 
     A row's parent and number identify the row, and determine its `sample_id`. If a worker dies, its
-    parents keep the rows that it has yielded. The next worker finds the numbers of these rows in
-    the column `made_before`, and makes only the missing ones.
+    parents keep the rows that it has yielded. The next worker finds their numbers in the column
+    `made_before`, and makes only the missing rows.
     """
 
     rows: Batch
-    """Rows with a column `parent_id`."""
+    """Rows with the column `parent_id`."""
     numbers: np.ndarray
-    """[rows] int64: number of each row among the rows of its parent, from 0."""
+    """[rows] int64: number of each row among its parent's rows, from 0."""
     finished: np.ndarray
     """int64 sample ids of the parents that get no more rows."""

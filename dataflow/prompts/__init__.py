@@ -1,2 +1,1 @@
-"""Read prompts and preferences from files in common formats, render them with the chat template,
-and tokenise them."""
+"""Read prompts and preferences from common file formats, and render and tokenise them."""

@@ -1,8 +1,7 @@
 """Answers and images: columns that accompany the texts of rows.
 
 Answers are ground truths for graders. Images stay encoded (PNG, JPEG, ...). The model's processor
-(`workers/models/images.py`) converts them to the model's input, and decides how many tokens an
-image takes.
+(`workers/models/images.py`) converts them to the model's input.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .formats import Format, as_text, count_matches, is_text, type_name
 
 # Answer marks
 #
-# Both functions scan a text only once, so that long texts are fast.
+# For speed, both functions scan a text only once.
 
 
 _BOX = re.compile(
@@ -37,12 +36,12 @@ _BOX = re.compile(
 def boxes(text: str) -> list[tuple[int, int, str]]:
     r"""Return (start, end, content) of each `\boxed{...}` or `\fbox{...}`, in text order.
 
-    Unclosed boxes are skipped. Of nested boxes, only the innermost is returned.
+    Skips unclosed boxes, and boxes that contain others.
 
     >>> boxes(r"first \boxed{\frac{1}{2}}, then \boxed 7 and \boxed{")
     [(6, 25, '\\frac{1}{2}'), (32, 40, '7')]
     """
-    closing: dict[int, int] = {}  # offset of the closing brace, keyed by that of the opening brace
+    closing: dict[int, int] = {}  # maps an opening brace's offset to its closing brace's
     opened: list[int] = []
     for match in re.finditer(r"\\[{}]|[{}]", text):
         if match.group() == "{":
@@ -65,9 +64,8 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def after_hashes(text: str, *, at_end: bool = False) -> str | None:
-    """Return the rest of the line after the last `####`, which is the format of GSM8K's answers.
-
-    `at_end` requires `####` in the last line, so that section headings do not match.
+    """Return the rest of the line after the last `####`, the format of GSM8K's answers. `at_end`
+    requires `####` in the last line, to exclude section headings.
 
     >>> after_hashes("6 * 7 = 42\\n#### 42")
     '42'
@@ -83,8 +81,8 @@ def after_hashes(text: str, *, at_end: bool = False) -> str | None:
 
 
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "label")
-"""Columns to search for ground truths: first the column of verl, then those of data for TRL and
-verifiers, and the labels of OpenRLHF and slime."""
+"""Columns to search for ground truths, in this order: verl's column, those of TRL and verifiers,
+and the labels of OpenRLHF and slime."""
 
 _CHUNK = 8192
 
@@ -93,18 +91,15 @@ _THOUSANDS = re.compile(r"[-+$]{0,2}\d{1,3}(,\d{3})+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Answers:
-    """The ground truths of all rows."""
-
     column: str
     values: pa.ChunkedArray
-    """Text, or the values of the file as `JsonType`. Values without a JSON form, such as dates,
-    keep their own type."""
+    """Text, or the file's values as `JsonType` if they have a JSON form (dates do not)."""
     after_hashes: int = 0
-    """Number of rows whose answer was extracted from after `####`."""
+    """Number of rows whose answer comes from after `####`."""
     boxed: int = 0
-    r"""Number of rows whose answer was extracted from the last `\boxed{}`."""
+    r"""Number of rows whose answer comes from the last `\boxed{}`."""
     first_whole: int | None = None
-    """If some answers were extracted: the first row whose answer was not. Otherwise None."""
+    """The first row whose answer was not extracted, if others were; otherwise None."""
 
     @property
     def shortened(self) -> int:
@@ -115,7 +110,7 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     """Return the ground truth of each row; None if the rows have none.
 
     Args:
-        answer: column of the ground truth. Default: the first known column that the rows have.
+        answer: column of the ground truth. Default: the first known column in the rows.
         extract: whether to extract the final answer of worked solutions.
     """
     name = answer or _usual_column(rows.table, format)
@@ -125,7 +120,7 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
     if not extract or not (is_text(column.type) or is_json(column.type)):
         return Answers(name, column)
     texts = column.cast(pa.string()) if is_json(column.type) else column
-    # Fast check that, unlike the loop below, does not create a Python string for each row.
+    # Fast check, without the Python strings that the loop below creates.
     if not count_matches(texts, r"####|\\boxed|\\fbox"):
         return Answers(name, column)
     chunks: list[pa.Array] = []
@@ -148,8 +143,8 @@ def find_answers(rows: Rows, format: Format, answer: str | None, extract: bool) 
 def final_answer(text: str) -> tuple[bool, str | None]:
     r"""Return the final answer of a worked solution, and whether it comes after `####`.
 
-    The answer is the text after `####` in the last line or, without `####`, the content of the last
-    `\boxed{}`. Commas between thousands are removed from answers after `####`, as GSM8K does.
+    The answer is the text after `####` in the last line, without commas between thousands (as for
+    GSM8K), or else the content of the last `\boxed{}`.
 
     >>> final_answer("5 * 200 = 1000, and 2 more.\n#### 1,002")
     (True, '1002')
@@ -158,7 +153,6 @@ def final_answer(text: str) -> tuple[bool, str | None]:
     >>> final_answer("It is 4.")
     (False, None)
     """
-    # GSM8K's `####` takes precedence over boxes.
     if answer := after_hashes(text, at_end=True):
         return True, answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
     found = boxes(text)
@@ -166,7 +160,7 @@ def final_answer(text: str) -> tuple[bool, str | None]:
 
 
 def _is_json_text(text: str) -> bool:
-    # A JSON object or list is data for a grader and not a worked solution.
+    # A JSON object or list is data for a grader, not a worked solution.
     if not text.lstrip().startswith(("{", "[")):
         return False
     try:
@@ -194,8 +188,7 @@ def _usual_column(table: pa.Table, format: Format) -> str | None:
 
 
 def _values(rows: Rows, path: str) -> pa.ChunkedArray:
-    """Return a column or a nested field (`a.b`). Text becomes strings, and other values become
-    `JsonType` if possible."""
+    """Return a column or a nested field (`a.b`). Text becomes strings; other values `JsonType`."""
     table = rows.table
     name, *fields = path.split(".")
     is_inside = path not in table.column_names and name in table.column_names
@@ -224,21 +217,19 @@ def _values(rows: Rows, path: str) -> pa.ChunkedArray:
 
 
 IMAGE_COLUMNS = ("images", "image")
-"""Columns to search for images: the names that TRL, verl, OpenRLHF and `datasets` use."""
+"""Columns to search for images: the names in TRL, verl, OpenRLHF and `datasets`."""
 PROGRAM = "it is PostScript, which is a program, and is not run"
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images of all rows."""
-
     column: str
     values: pa.Array
-    """[rows] list of the encoded images of each row."""
+    """[rows] list of each row's encoded images."""
 
     @property
     def counts(self) -> np.ndarray:
-        """[rows] number of images in each row."""
+        """[rows] number of images."""
         return np.diff(self.values.offsets.to_numpy())
 
     def __str__(self) -> str:
@@ -253,9 +244,8 @@ class Images:
 def find_images(rows: Rows) -> Images | None:
     """Return the images of rows; None if there are none.
 
-    Each row may have one image or a list of images. An image is bytes or, as written by `datasets`,
-    a struct with a field `bytes`. Raises a `UserError` for a value that is not an image or has too
-    many pixels.
+    A row has one image or a list. An image is bytes or, as in `datasets`, a struct with a field
+    `bytes`. Raises a `UserError` for values that are not images or have too many pixels.
     """
     table = rows.table
     found = [name for name in IMAGE_COLUMNS if name in table.column_names and _holds_any(table[name])]
@@ -287,7 +277,7 @@ def _holds_any(column: pa.ChunkedArray) -> bool:
 
 
 def _as_lists(chunk: pa.Array) -> pa.Array:
-    """Return a list of images for each row. Values that are not images become null."""
+    """Return each row's list of images. Values that are not images become null."""
     if is_ragged(chunk.type):
         counts, items = chunk.value_lengths().fill_null(0), chunk.flatten()
     else:
@@ -309,10 +299,10 @@ def _what_instead(kind: pa.DataType) -> str:
 
 
 def _why_unreadable(encoded: pa.Buffer) -> str:
-    """Return the problem with the header of an encoded image; empty if there is none."""
+    """Return the problem with an encoded image's header, or ""."""
     from PIL import Image
 
-    # Turn Pillow's warning about large images into an error.
+    # Treat Pillow's warning about large images as an error.
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         try:
             with Image.open(pa.BufferReader(encoded)) as image:

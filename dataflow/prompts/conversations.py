@@ -1,4 +1,4 @@
-"""Convert rows of messages to prompts and responses, with the chat template."""
+"""Convert messages to prompts and responses with the chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tokenizer import Tokenizer
 Messages = list[dict[str, Any]]
 
 _SYSTEM_ROLES = ("system", "developer")
-"""Roles of system messages, which only the first message of a conversation should have."""
+"""Roles of system messages, which should come first in a conversation."""
 
 _ROLES = (*_SYSTEM_ROLES, "user", "assistant", "tool")
 
@@ -39,13 +39,13 @@ _OF_RENDERING = frozenset(
         "continue_final_message",
     )
 )
-"""Template variables that the renderer sets, so that users cannot."""
+"""Template variables that only the renderer may set."""
 
 
 def read_messages(rows: Rows, path: str) -> list[Messages]:
     """Read a column of conversations or single messages. Return each row as a list of messages
     `{"role": ..., "content": ...}` without null fields. Raises a `UserError` that names the row if
-    a row has no messages or a message has no content."""
+    there are no messages or a message has no content."""
     dialogues: list[Messages] = []
     for row, value in enumerate(rows.column(path).to_pylist()):
         # A single message counts as a list of one.
@@ -72,7 +72,7 @@ def _message(value: Any) -> dict[str, Any]:
                 f"is from {said!r}; ShareGPT's names are {', '.join(_SHAREGPT)}{nearest(said, _SHAREGPT)}"
             )
         message = {"role": _SHAREGPT[said], "content": message.pop("value", None), **message}
-        # If `value` is missing, the content is null.
+        # Without `value`, the content is null.
         message = _without_nulls(message)
     if "role" not in message:
         raise UserError(f"has no role: {short(message)}")
@@ -82,8 +82,7 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    # Templates test whether a field exists, but Arrow gives all structs of a column the same
-    # fields.
+    # Templates test for fields, but Arrow gives all structs of a column the same fields.
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -121,13 +120,12 @@ def _read_json(rows: Rows, name: str) -> list[Any] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """Parse JSON text, or a list of JSON texts, which TRL uses for tools with different fields."""
+    """Parse JSON text, or a list of JSON texts (TRL's tools with different fields)."""
     if isinstance(value, str):
         return json.loads(value) if value.strip() else None
     if isinstance(value, list):
         return [
-            # Keep nulls in JSON text. Nulls in structs may come from Arrow, for fields of other
-            # rows.
+            # Nulls in JSON text stay. Nulls in structs may come from Arrow, for other rows' fields.
             json.loads(inner) if isinstance(inner, str) else _without_nulls(inner)
             for inner in value
         ]
@@ -152,16 +150,15 @@ def _words(content: Any) -> Any:
 
 
 _MARK = re.compile(r"(<image>)")
-"""Marks the place of an image in a text, as in verl."""
+"""Place of an image in a text, as in verl."""
 
 
 def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages with a content block of type `image` for each image, as the chat template
-    needs it.
+    """Return messages with a content block of type `image` for each image, for the chat template.
 
-    Existing blocks are kept. Otherwise, each mark `<image>` in the texts becomes a block, as in
-    verl. Without marks, all blocks are put before the text of the first user message, as in TRL.
-    Raises a `UserError` if the number of blocks or marks differs from `images`.
+    Existing blocks stay. Without blocks, each mark `<image>` in the texts becomes one, as in verl.
+    Without marks, all blocks go before the text of the first user message, as in TRL. Raises a
+    `UserError` if the number of blocks or marks differs from `images`.
 
     >>> with_places([{"role": "user", "content": "What is it?"}], 1)
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}]
@@ -178,7 +175,6 @@ def with_places(messages: Sequence[dict[str, Any]], images: int) -> list[dict[st
         first = next((message for message in placed if message.get("role") == "user"), None)
         if first is None:
             raise UserError(f"the row has {counted}, and no message of the user to put them into")
-        # Like TRL, put all images before the text of the first user message.
         first["content"] = [{"type": "image"}] * images + _blocks(first)
     elif places != images:
         raise UserError(
@@ -220,28 +216,27 @@ def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
 # Conversations
 
 Gap = tuple[int, int]
-"""(start, end) of characters of a response that are not trained: turns of users and tools, and
-headers between turns."""
+"""(start, end) of characters of a response that are not trained: headers and others' turns."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of rows, ready to tokenise."""
+    """Texts of rows, ready to tokenise."""
 
     prompts: list[str]
     responses: dict[str, list[str]]
     chat: bool = False
-    """Whether the chat template rendered the texts. If so, they contain all special tokens."""
+    """Whether the chat template rendered the texts, with all special tokens."""
     has_bos: bool = False
-    """Whether plain prompts already begin with the beginning-of-sequence token."""
+    """Whether plain prompts begin with the beginning-of-sequence token."""
     whole: bool = False
     """Whether to train on whole texts, without a prompt."""
     own_system: int = 0
-    """Number of rows whose own system message takes precedence over the setting `system`."""
+    """Number of rows whose own system message overrides the setting `system`."""
     gaps: Mapping[str, Sequence[Sequence[Gap]]] = field(default_factory=dict)
-    """Gaps of each row's response, keyed by token column. Columns without gaps may be missing."""
+    """Maps token columns to each row's gaps. Columns without gaps may be missing."""
     rows: Sequence[int] | None = None
-    """Index of the source row of each row; None if each source row becomes exactly one row."""
+    """Source row of each row; None if each source row becomes exactly one row."""
     turns: int = 0
     trained_turns: int = 0
 
@@ -261,8 +256,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class _Dialogue:
-    """The messages of one row: a prompt, and its responses keyed by token column. Each response
-    begins with an assistant message.
+    """A row's prompt, and a mapping from token columns to responses that the assistant begins.
 
     If `begun`, the prompt ends inside an assistant turn, and each response begins with the complete
     turn.
@@ -274,7 +268,7 @@ class _Dialogue:
 
     @property
     def turns(self) -> int:
-        """Number of assistant turns in the row's prompt and all responses."""
+        """Number of assistant turns in the prompt and all responses."""
         messages = [*self.prompt, *(m for response in self.responses.values() for m in response)]
         return sum(message["role"] == "assistant" for message in messages) - self.begun
 
@@ -293,10 +287,10 @@ class TemplateRenderer:
     """Renders rows of messages with the chat template.
 
     Args:
-        system: system prompt for rows without one of their own.
-        variables: variables of the template for all rows.
+        system: system prompt for rows without their own.
+        variables: template variables for all rows.
         own_systems: system prompt of each row, from a column.
-        images: number of images in each row; None if the source has no images.
+        images: number of images in each row; None without images.
     """
 
     def __init__(
@@ -323,15 +317,14 @@ class TemplateRenderer:
         """Render all rows as text. Everything except assistant turns becomes a gap.
 
         Args:
-            divide: function that returns the messages of a row, given its index. All rows must have
-                the same response columns.
-            columns: column in the file of each response, keyed by token column.
+            divide: maps a row's index to its messages. Rows must have the same response columns.
+            columns: maps token columns to the file's columns of responses.
             split: whether to split a conversation into several rows if the template changes earlier
-                turns once later ones follow. Then, each turn is trained after the same text as in
+                turns once later ones follow, so that each turn is trained after the same text as in
                 generation. Without `split`, such a template is an error.
 
         Raises:
-            UserError: the text of a row cannot be split into prompt and response.
+            UserError: a row cannot be split into prompt and response.
         """
         prompts: list[str] = []
         responses: dict[str, list[str]] = {name: [] for name in columns}
@@ -372,8 +365,7 @@ class TemplateRenderer:
         )
 
     def _render_row(self, row: int, dialogue: _Dialogue) -> tuple[bool, str, dict[str, list[_Run]]]:
-        """Return (whether the row's own system prompt takes precedence, prompt, responses keyed by
-        token column)."""
+        """Return (whether the row's own system prompt overrides the setting, prompt, responses)."""
         messages, is_own = self._with_system(row, dialogue.prompt)
         for response in dialogue.responses.values():
             _refuse_places(response)
@@ -395,7 +387,7 @@ class TemplateRenderer:
     def _runs(
         self, row: int, prompt: str, first: str, before: Messages, response: Messages
     ) -> list[_Run]:
-        """Collect a response's assistant turns. `first` is the text to the end of the first one."""
+        """Collect a response's assistant turns. `first` is the text up to the first turn's end."""
         runs = [_Run(prompt, first[len(prompt) :])]
         conversation, ended = [*before, *response], first
         for k in range(len(before) + 1, len(conversation)):
@@ -404,7 +396,7 @@ class TemplateRenderer:
             text = self._finished(row, conversation[: k + 1])
             opened = self._prompt(row, conversation[:k], [text])
             run = runs[-1]
-            # The template kept the earlier turns unchanged, so this turn extends the row.
+            # The template kept the earlier turns, so this turn extends the row.
             if opened.startswith(ended):
                 start = len(run.prompt)
                 run.gaps.append((len(ended) - start, len(opened) - start))
@@ -418,10 +410,9 @@ class TemplateRenderer:
     def _prompt(
         self, row: int, messages: Messages, finished: Sequence[str], *, begun: bool = False
     ) -> str:
-        """Render the prompt, including the header of the assistant's turn. The result must be the
-        beginning of all `finished` texts. For generation, some templates open a turn with text that
-        finished turns lack (`<think>`); in that case, the prompt ends with the header of finished
-        turns."""
+        """Render the prompt with the header of the assistant's turn. All `finished` texts must
+        begin with it. For generation, some templates open a turn with text that finished turns lack
+        (`<think>`). Then, the prompt ends with the header of finished turns."""
         # If `begun`, the last message is an unfinished assistant turn.
         prompt = self._text(row, messages, add_generation_prompt=not begun, continue_last=begun)
         if all(text.startswith(prompt) for text in finished):
@@ -451,7 +442,7 @@ class TemplateRenderer:
         chat = self._tokenizer.chat
         text = chat.render(messages, tools=tools, **how, **{**self._variables, **own})
         for role in (message["role"] for message in messages):
-            # Check the role, because templates silently skip unknown roles.
+            # Templates silently skip unknown roles, so check the role.
             if role not in _ROLES and not any(role in source for source in chat.sources.values()):
                 raise UserError(
                     f"a message has the role {role!r}, which the chat template does not know; roles are {', '.join(_ROLES)}"
@@ -459,8 +450,8 @@ class TemplateRenderer:
         return text
 
     def _with_system(self, row: int, messages: Messages) -> tuple[Messages, bool]:
-        """Add the system prompt to messages. Also return whether the row's own system prompt takes
-        precedence over the setting `system`."""
+        """Add the system prompt to messages. Also return whether the row's own system prompt
+        overrides the setting."""
         has_own = messages[0]["role"] in _SYSTEM_ROLES
         column = self._own_systems[row] if self._own_systems else None
         is_column = column is not None and bool(column.strip())
@@ -481,18 +472,18 @@ def _end(text: str, other: str, characters: int = 30) -> str:
     return repr(text[max(0, same - 15) : same + characters])
 
 
-# Dividing a row's messages into a prompt and responses
+# Dividing messages into a prompt and responses
 
 
 def divide_after_prompt(
     prompt: Messages, responses: Mapping[str, Messages], columns: Mapping[str, str]
 ) -> _Dialogue:
-    """Combine a prompt with its responses, which are keyed by token column. `columns` maps the same
-    keys to columns of the file.
+    """Combine a prompt with its responses. `responses` maps token columns to messages, and
+    `columns` maps them to the file's columns.
 
-    A response is either the assistant's turn, or a whole conversation that repeats the prompt; the
-    repeated prompt is dropped. If the prompt ends with an assistant turn, the response continues
-    that turn (TRL's rule). Raises a `UserError` if a response has neither form.
+    A response is the assistant's turn, or a conversation that repeats the prompt, which is dropped.
+    If the prompt ends with an assistant turn, the response continues that turn (TRL's rule). Raises
+    a `UserError` for other responses.
     """
     begun = prompt[-1]["role"] == "assistant"
     if not responses:
@@ -508,9 +499,9 @@ def divide_after_prompt(
 
 
 def divide_last_turn(messages: Messages, column: str, answered: bool) -> _Dialogue:
-    """Split a conversation into a prompt and its last message, the response. If conversations are
-    not `answered`, the whole conversation is the prompt. Raises a `UserError` if the last message
-    does not fit `answered`, which the first row determines."""
+    """Split a conversation into a prompt and its last message, the response. If not `answered`, the
+    whole conversation is the prompt. Raises a `UserError` if the last message does not fit
+    `answered`, which the first row determines."""
     if (messages[-1]["role"] == "assistant") != answered:
         said = "without it (a prompt)", "with the assistant's turn (a response)"
         raise UserError(
@@ -535,7 +526,7 @@ def divide_all_turns(messages: Messages, column: str) -> _Dialogue:
 
 
 def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages, int]:
-    """Return the conversation of a prompt and response, and the prompt's number of messages."""
+    """Return a prompt and response as one conversation, and the prompt's number of messages."""
     systems = sum(message["role"] in _SYSTEM_ROLES for message in prompt[:1])
     # The response may repeat the prompt with or without its system message.
     for asked, added in ((prompt, []), (prompt[systems:], prompt[:systems])):
@@ -553,9 +544,9 @@ def _whole(prompt: Messages, response: Messages, column: str) -> tuple[Messages,
 def divide_wholes(
     wholes: Mapping[str, Messages], columns: Mapping[str, str], start: int = 1
 ) -> _Dialogue:
-    """Split whole conversations into their shared prompt and the responses. The prompt is the
-    longest shared beginning that has at least `start` messages and is followed by assistant turns.
-    Raises a `UserError` if there is none."""
+    """Split conversations into their shared prompt and the responses. The prompt is the longest
+    shared beginning of at least `start` messages before an assistant turn. Raises a `UserError` if
+    there is no such beginning."""
     _check_ends(wholes, columns)
     first, *others = wholes.values()
     names = " and ".join(repr(columns[name]) for name in wholes)
@@ -583,8 +574,8 @@ def _check_ends(wholes: Mapping[str, Messages], columns: Mapping[str, str]) -> N
 
 
 def _continued(prompt: Messages, response: Messages) -> Messages:
-    """Return the response with the complete assistant turn whose beginning ends the prompt; empty
-    if the response does not continue that turn."""
+    """Return the response with the complete assistant turn that the prompt begins; empty if the
+    response does not continue that turn."""
     *before, last = prompt
     repeats = len(response) > len(before) and all(map(_same_message, response, before))
     turn, *rest = response[len(before) :] if repeats else response

@@ -34,23 +34,23 @@ _COMPRESSED = ".gz"
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a source. Error messages can name the file and line of a row."""
+    """Rows of a source, with the file and line of each for error messages."""
 
     name: str
     table: pa.Table
     runs: tuple[tuple[str, int], ...]
-    """(file, index of its first row) for each file, in order."""
+    """(file, index of its first row) of each file, in order."""
     choices: tuple[str, ...] = ()
-    """Descriptions of defaults that were used, such as `subset 'main' of main, socratic`."""
+    """Defaults that were used, such as `subset 'main' of main, socratic`."""
     start: int = 0
-    """Index of the table's first row, if the table is only a part of the rows."""
+    """Index of the table's first row among all rows."""
 
     def place(self, row: int) -> str:
-        """Return the place of a row, such as `train.jsonl, line 7`. Lines and rows count from 1."""
+        """Return the place of a row, such as `train.jsonl, line 7`, counted from 1."""
         row += self.start
         file, first = next(run for run in reversed(self.runs) if run[1] <= row)
         if _kind(Path(file)) == ".jsonl":
-            # Blank lines are not rows, so count the lines.
+            # Count lines, because blank lines are not rows.
             for line, _ in itertools.islice(_lines(Path(file)), row - first, None):
                 return f"{file}, line {line}"
         return f"{file}, row {row - first + 1}"
@@ -60,14 +60,14 @@ class Rows:
         return ", ".join(file for file, _ in self.runs)
 
     def error(self, problem: str, row: int | None = None) -> UserError:
-        """Return an error that names the row or, without one, the files."""
+        """Return an error that names the row or, by default, the files."""
         return UserError(f"{self.files if row is None else self.place(row)}: {problem}")
 
     def part(self, start: int, length: int) -> Rows:
         return replace(self, table=self.table.slice(start, length), start=self.start + start)
 
     def column(self, path: str, role: str = "column") -> pa.ChunkedArray:
-        """Return a column or, if the path has dots, a field of a struct column."""
+        """Return a column or, for a path with dots, a field of a struct column."""
         table = self.table
         if path in table.column_names:
             return table.column(path)
@@ -88,12 +88,12 @@ class Rows:
 
 
 def _kind(path: Path) -> str:
-    """Return the suffix that names the format: `.jsonl` for `train.jsonl` and `train.jsonl.gz`."""
+    """Return the suffix of the format: `.jsonl` for `train.jsonl` and `train.jsonl.gz`."""
     return Path(path.stem).suffix if path.suffix == _COMPRESSED else path.suffix
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for each line of a file that is not blank. Numbers count from 1."""
+    """Yield (number, line) for each line that is not blank. Numbers count from 1."""
     with gzip.open(path) if path.suffix == _COMPRESSED else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -105,8 +105,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     source: str | Path | Sequence[str | Path], subset: str | None, split: str | None, limit: int | None
 ) -> Rows:
-    """Read up to `limit` rows. `source` is a file, a list of files, a folder, or the Hugging Face
-    id of a data set. Folders and data sets may have subsets and splits."""
+    """Read up to `limit` rows. `source` is a file, a list of files, a folder, or a data set's
+    Hugging Face id. Folders and data sets may have subsets and splits."""
     alone = isinstance(source, (str, Path))
     paths: Any = [source] if alone else source
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
@@ -139,12 +139,10 @@ _ACCEPTED_ROWS = "a list of dictionaries, a datasets.Dataset, a pandas DataFrame
 
 
 def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
-    """Convert rows in memory, of a type in `_ACCEPTED_ROWS`, to a table without changing values.
-    Missing keys become null.
+    """Convert rows in memory to a table without changing values. Missing keys become null.
 
     Raises:
-        UserError: the rows have another type, there are no rows, or a value has neither an Arrow
-            nor a JSON type.
+        UserError: the rows are not `_ACCEPTED_ROWS`, there are none, or a value has no type.
 
     >>> rows_in_memory([{"a": 1}, {"a": 2, "b": "x"}], "rows").table.to_pylist()
     [{'a': 1, 'b': None}, {'a': 2, 'b': 'x'}]
@@ -154,7 +152,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
     """
     if isinstance(rows, pa.Table | pa.RecordBatch):
         table = pa.table(rows).slice(0, limit)
-    # A `datasets.Dataset`, recognized by its method, because the library may not be installed.
+    # A `datasets.Dataset`. The library may not be installed, so check the method.
     elif hasattr(rows, "with_format"):
         table = rows.with_format("arrow")[:limit]
     elif _is_frame(rows):
@@ -169,7 +167,7 @@ def rows_in_memory(rows: Any, name: str, limit: int | None = None) -> Rows:
 
 
 def is_rows(value: object) -> bool:
-    """Return whether a value contains rows. Otherwise, it is a path or a list of paths."""
+    """Return whether a value contains rows. If not, it is a path or a list of paths."""
     if isinstance(value, str | Path):
         return False
     listed = isinstance(value, Sequence) and any(isinstance(row, Mapping) for row in value)
@@ -233,7 +231,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words for each split in the names of files and folders, keyed by split."""
+"""Maps each split to the words that mark it in names of files and folders."""
 
 _OTHER = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -244,11 +242,10 @@ def _find_files(
     """Find the files of one split in a folder, sorted by name.
 
     Words in the names of files (`train-00000-of-00002.parquet`) or folders (`test/`) identify
-    splits. Other folders with files are subsets. If there are several splits and `split` is None,
-    the split is `train`.
+    splits. Other folders with files are subsets. With several splits, the default is `train`.
 
     Returns:
-        (files, split, defaults that were used). The split is None if the files have no splits.
+        (files, split, defaults that were used). The split is None if no file names one.
     """
     subsets = _subsets(folder)
     choices: list[str] = []
@@ -284,10 +281,9 @@ def _find_files(
 def choose(
     what: str, known: Sequence[str], wanted: str | None, where: str, usual: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """Choose the subset or split to read: `wanted` if given, else the only one, else the first in
-    `usual` that exists.
+    """Choose the subset or split to read: `wanted`, else the only one, else a `usual` one.
 
-    Also return a list with a description of the default, if one was used.
+    Also return a list with the description of the default, if it was used.
 
     >>> choose("split", ["train", "test"], None, "sums", ["train"])
     ('train', ["split 'train' of train, test"])
@@ -315,7 +311,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
-    """Return the readable files in a folder and its subfolders named `data` or after a split."""
+    """Return the readable files in a folder, and in subfolders named `data` or after a split."""
     above = (*above, folder.resolve())
     found = [path for path in folder.iterdir() if _is_data(path)]
     for inner in (p for p in folder.iterdir() if p.is_dir() and p.resolve() not in above):
@@ -327,8 +323,7 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
 
 
 def _subsets(folder: Path) -> Mapping[str, list[Path]]:
-    """Return the files of each subset, keyed by subset. The subsets are the subfolders, if the
-    folder itself has no readable files."""
+    """Map each subset to its files. A folder without readable files has subfolders as subsets."""
     inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     are_splits = any(p.name == "data" or _split_of(Path(p.name)) for p in inner)
     if are_splits or any(map(_is_data, folder.iterdir())):
@@ -337,14 +332,13 @@ def _subsets(folder: Path) -> Mapping[str, list[Path]]:
 
 
 def _split_of(path: Path) -> str | None:
-    """Return the split that a path names; None if there is none. The file's own name takes
-    precedence over folder names.
+    """Return the split that a path names, or None. The file's name takes precedence over folders.
 
     >>> _split_of(Path("data/train-00000-of-00002.parquet")), _split_of(Path("dev/a.jsonl")), _split_of(Path("a.jsonl"))
     ('train', 'validation', None)
     """
     for part in reversed(path.parts):
-        # Match whole words only, because `latest.jsonl` is not a test split.
+        # Match whole words, because `latest.jsonl` is not a test split.
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in _SPLITS.items():
             if any(name in words for name in names):
@@ -364,7 +358,7 @@ _TIMEOUT_S = 10.0
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name has the form of a data set's id, OWNER/NAME.
+    """Return whether a name has the form of a data set's id: OWNER/NAME.
 
     >>> is_hub_id("openai/gsm8k"), is_hub_id("data/train.jsonl"), is_hub_id("train.parquet")
     (True, False, False)
@@ -408,8 +402,8 @@ def _read_hub(name: str, subset: str | None, split: str | None, limit: int | Non
 
 
 def _cached(name: str) -> str | None:
-    """Return the folder of a data set in the local Hugging Face cache. Return None if the data set
-    is not cached, or only its card is."""
+    """Return a data set's folder in the local Hugging Face cache; None if its data is not
+    cached."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -423,7 +417,7 @@ def _cached(name: str) -> str | None:
 
 
 def _check_reachable(name: str, cache: Path) -> None:
-    """Make one request to the hub, to find a missing network at once and not after retries."""
+    """Make one request to the hub, to find a missing network without the library's retries."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -454,11 +448,11 @@ def _first_line(error: Exception) -> str:
 # Files
 
 _ONE_BLOCK = 2**28
-"""[bytes] Files up to this size are parsed as one block. Larger files are parsed in blocks of
-`_BLOCK` bytes, and each row must fit in a block."""
+"""[bytes] Parse files up to this size as one block. In larger files, parsed in blocks of `_BLOCK`
+bytes, each row must fit in a block."""
 _BLOCK = 2**26
 _ROWS = 8192
-"""Number of rows of JSON to hold as Python objects at the same time."""
+"""Number of JSON rows to hold as Python objects at the same time."""
 
 
 def _read_files(name: str, paths: Sequence[Path], limit: int | None) -> Rows:
@@ -512,7 +506,7 @@ def _read(path: Path, limit: int | None) -> pa.Table:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     if table.num_rows == 0:
         raise UserError(f"{path}: the file has no rows")
-    # Drop metadata of other libraries (the index of pandas, the features of datasets).
+    # Drop metadata of other libraries, such as pandas' index.
     return table.replace_schema_metadata(None)
 
 
@@ -535,7 +529,7 @@ def _read_parquet(path: Path, limit: int | None) -> pa.Table:
 
 
 def _read_arrow(path: Path, limit: int | None) -> pa.Table:
-    """Memory-map an Arrow stream, the format in which `datasets` saves, or an Arrow file."""
+    """Memory-map an Arrow stream, which `datasets` writes, or an Arrow file."""
     source = pa.memory_map(str(path))
     try:
         try:
@@ -557,7 +551,7 @@ def _read_json_lines(path: Path, limit: int | None) -> pa.Table:
 
 
 def _parsed(place: str, line: bytes) -> Any:
-    """Parse a line of JSON. pyarrow's own JSON reader changes values and crashes on some files."""
+    """Parse a line of JSON. pyarrow's JSON reader changes values, and crashes on some files."""
     _refuse_deep(place, line)
     try:
         return json.loads(line.decode().strip())
@@ -568,8 +562,8 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows, pairs of a place and a value, to a table without changing values. `where` is
-    part of the error for a row that is not an object."""
+    """Convert rows, as pairs (place, value), to a table without changing values. `where` is part of
+    the error for rows that are not objects."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):
@@ -577,7 +571,7 @@ def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.
             if not isinstance(row, Mapping):
                 raise UserError(f"{place}: a row is an object {{...}}{where}, not {short(row)}")
         keys = dict.fromkeys(key for _, row in part for key in row)
-        # Count rows without keys as rows.
+        # Keep rows without keys.
         without_columns = pa.table({"": pa.nulls(len(part))}).select([])
         parts.append(pa.table({key: _column(key, part) for key in keys}) if keys else without_columns)
     if not parts:
@@ -646,7 +640,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
-    """Read a CSV file with a header. All columns are text, because CSV has no types."""
+    """Read a CSV file with a header. All columns are text."""
     import pyarrow.csv
 
     data = _bytes(path)
@@ -655,12 +649,12 @@ def _read_csv(path: Path, limit: int | None, delimiter: str = ",") -> pa.Table:
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}: the header has {twice!r} twice ({', '.join(header)})")
-    # Reject semicolons as separators, which would give a single column.
+    # With semicolons as separators, the file would have a single column.
     if len(header) == 1 and ";" in header[0]:
         raise UserError(
             f"{path}: the header is {header[0]!r}; fields are separated by {delimiter!r}, not by ';'"
         )
-    # Reject an open quote, because pyarrow could read all rows after it as one field.
+    # pyarrow could read all rows after an open quote as one field.
     _refuse_open_quote(path, data, delimiter)
     types = dict.fromkeys(header, pa.string())
     try:
@@ -722,15 +716,15 @@ def _concat(tables: Sequence[pa.Table], files: Sequence[str]) -> pa.Table:
 
 
 MAX_NESTING = 100
-"""Maximum nesting depth of objects and lists in a row. Parsers are recursive, and would crash the
-process at tens of thousands of levels."""
+"""Maximum nesting depth of objects and lists in a row. Recursive parsers would crash the process at
+tens of thousands of levels."""
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 _CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _refuse_deep(place: str, text: bytes) -> None:
-    """Raise a UserError if JSON, before parsing, is nested more than MAX_NESTING levels deep."""
+    """Raise a UserError if unparsed JSON is nested more than MAX_NESTING levels deep."""
     # Almost all rows pass this fast check.
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return
@@ -743,7 +737,7 @@ def _refuse_deep(place: str, text: bytes) -> None:
 
 
 def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise a UserError for lone surrogates (half characters) and values without a JSON form."""
+    """Raise a UserError for lone surrogates and for values without a JSON form."""
     for place, row in rows:
         half = lone_surrogate(row.get(key))
         if half is not None:
@@ -760,8 +754,7 @@ def _refuse_values(key: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> N
 
 
 def lone_surrogate(value: object) -> str | None:
-    """Return the first lone surrogate in a text, or in the texts of a list or object; None if there
-    is none.
+    """Return the first lone surrogate (half a character) in a text, list or object, or None.
 
     >>> lone_surrogate(["a" + chr(0xD83D)]), lone_surrogate("a\U0001f600") is None
     ('\\ud83d', True)
@@ -776,7 +769,7 @@ def lone_surrogate(value: object) -> str | None:
 
 
 def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
-    """Raise a UserError that names the first invalid row of a CSV file that pyarrow cannot read."""
+    """Raise a UserError for the first invalid row of a CSV file that pyarrow cannot read."""
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         try:
             line.decode()
@@ -796,7 +789,7 @@ def _explain_csv(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
-    """Raise a UserError if CSV ends inside quotes: it was cut off or has an extra quote."""
+    """Raise a UserError if CSV ends inside quotes: it is cut off or has an extra quote."""
     opens = re.compile(rb'(?:\A|[\r\n]|%s)"' % re.escape(delimiter.encode()))
     text, at = data.removeprefix(codecs.BOM_UTF8), 0
     while (found := opens.search(text, at)) is not None:
@@ -811,7 +804,7 @@ def _refuse_open_quote(path: Path, data: bytes, delimiter: str) -> None:
 
 
 def refuse_mixed(name: str, rows: Rows) -> None:
-    """Raise a UserError if a value differs in type from the same field in earlier rows."""
+    """Raise a UserError if a field has values of different types in different rows."""
     seen: dict[str, tuple[str, int]] = {}
 
     def visit(name: str, value: Any, row: int) -> None:
@@ -836,7 +829,7 @@ def refuse_mixed(name: str, rows: Rows) -> None:
 
 
 def short(value: Any) -> str:
-    """Return a value as JSON, cut to at most 60 characters."""
+    """Return a value as JSON of at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     # Escape lone surrogates, which cannot be printed.
     return beginning(_SURROGATE.sub(lambda half: ascii(half[0])[1:-1], text), 60)

@@ -1,7 +1,7 @@
-"""Formats: which columns hold prompts and responses, in common data sets and in data for TRL, verl,
+"""Formats: the columns of prompts and responses in common data sets and in data for TRL, verl,
 OpenRLHF and slime. `ReadSettings` can choose other columns.
 
-To add a format, add it to `FORMATS` and to docs/data.md.
+Add new formats to `FORMATS` and docs/data.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .files import Rows, lone_surrogate, start_of
 
 @dataclass(frozen=True)
 class Format:
-    """The roles of a file's columns. A name with a dot selects a field of a struct column.
+    """Maps roles to a file's columns. A name with a dot selects a field of a struct column.
 
-    `dialogue` is a column of whole conversations. A conversation that ends with the assistant's
-    turn is split into a prompt and a response.
+    `dialogue` is a column of conversations. If they end with the assistant's turn, Weft splits them
+    into prompt and response.
     """
 
     name: str
@@ -38,14 +38,13 @@ class Format:
     dialogue: str | None = None
     text: str | None = None
     context: str | None = None
-    """Column with text that is appended to the prompt after a blank line."""
+    """Column of text to append to the prompt after a blank line."""
     system: str | None = None
     marks: tuple[str, ...] = ()
-    """Additional columns that a file must have to match the format."""
+    """Additional columns that the format requires."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Columns with texts or messages."""
         prompt = (self.system, self.prompt, self.context, self.dialogue, self.text)
         return tuple(filter(None, (*prompt, self.response, self.chosen, self.rejected)))
 
@@ -55,7 +54,7 @@ class Format:
 
     @property
     def responses(self) -> dict[str, str]:
-        """Columns of the file with responses, keyed by token column."""
+        """Maps token columns to the file's columns of responses."""
         if self.chosen and self.rejected:
             return {"chosen_ids": self.chosen, "rejected_ids": self.rejected}
         return {"response_ids": self.response} if self.response else {}
@@ -95,16 +94,16 @@ FORMATS = (
     Format("problems", prompt="problem"),
     Format("TRL language modeling", text="text"),
 )
-"""Known formats, most specific first. A file has the first format all of whose columns it has."""
+"""Known formats, most specific first. The first whose columns a file has is the file's format."""
 
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 
 
 def find_format(rows: Rows, how: ReadSettings) -> Format:
-    """Return the format that the settings give, or else the first known format that matches the
-    rows. If none matches, raises a `UserError` that names the closest one."""
+    """Return the format that the settings give, or else the first known format that the rows match.
+    If none matches, raises a `UserError` that names the closest one."""
     format, table = _find_format(rows, how.prompt, how.response), rows.table
-    # A column that has another role cannot be the system prompt.
+    # A column with another role cannot be the system prompt.
     used = {*format.columns, how.answer} - {format.system}
     found = [name for name in _SYSTEM_COLUMNS if name in table.column_names and name not in used]
     system = next((name for name in found if is_text(table.schema.field(name).type)), None)
@@ -123,7 +122,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
             return Format(name, prompt=prompt, chosen="chosen", rejected="rejected")
         said = f"prompt={prompt!r}" + (f", response={response!r}" if response else "")
         whole = response is None and not is_text(rows.column(prompt, "prompt").type)
-        # This matches OpenRLHF's `--input_key`. Only TRL's `prompt` may end inside a response.
+        # As with OpenRLHF's `--input_key`. Only TRL's `prompt` may end inside a response.
         if whole and prompt != "prompt":
             return Format(said, dialogue=prompt)
         return Format(said, prompt=prompt, response=response)
@@ -159,7 +158,7 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
 
 
 def refuse_quoted_messages(rows: Rows, format: Format) -> None:
-    """Raise a UserError if all texts of a column are lists of messages in JSON or Python syntax."""
+    """Raise a UserError if all texts of a column are messages in JSON or Python syntax."""
     quoted = r"""^\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""
     for name in filter(None, (format.prompt, *format.responses.values())):
         column = rows.table.column(name) if name in rows.table.column_names else None
@@ -181,7 +180,7 @@ def _unknown(rows: Rows) -> UserError:
     hint = ""
     for column in best.columns:
         if column not in names:
-            # Suggest a name only if it is similar enough to be a typing error.
+            # Suggest only names that are similar enough for a typing error.
             likeness, likest = _likest(column, names)
             hint += f"; it needs {column!r}" + (f", did you mean {likest!r}?" if likeness >= 0.7 else "")
     return rows.error(
@@ -191,7 +190,7 @@ def _unknown(rows: Rows) -> UserError:
 
 
 def _likest(wanted: str, found: Sequence[str]) -> tuple[float, str]:
-    """Return the name that is most similar to the wanted one, as (similarity from 0 to 1, name)."""
+    """Return (similarity from 0 to 1, name) for the name that is most similar to `wanted`."""
 
     def likeness(name: str) -> float:
         part = 0.9 if wanted in name.split("_") else 0.0  # `chosen_response` is similar to `chosen`
@@ -207,7 +206,7 @@ Kind = Literal["text", "messages"]
 
 
 def column_kind(rows: Rows, column: str) -> Kind:
-    """Return whether a column holds text or messages. Raises a UserError for other types."""
+    """Return whether a column holds text or messages. Raises a UserError if neither."""
     kind = rows.column(column).type
     if is_text(kind):
         return "text"
@@ -239,12 +238,12 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a text column as plain strings. Large strings stay large, as they may not fit."""
+    """Return a text column as plain strings. Large strings stay large, because they may not fit."""
     return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
 
 
 def count_matches(column: pa.ChunkedArray, pattern: str) -> int:
-    """Count the texts that match a regular expression (RE2). Does not create Python strings."""
+    """Count the texts that match a regular expression (RE2), without creating Python strings."""
     found = pc.call_function("match_substring_regex", [column], pc.MatchSubstringOptions(pattern))
     return pc.call_function("sum", [found]).as_py() or 0
 
@@ -270,21 +269,20 @@ TrainOn = Literal["last", "all"]
 
 
 class ReadSettings(Config):
-    """How to read rows as prompts. `Prompts.read` and `Prompts.from_rows` take these settings as
-    keyword arguments."""
+    """How to read rows as prompts: keyword arguments of `Prompts.read` and `Prompts.from_rows`."""
 
     prompt: str | None = None
-    """Column of the prompts; `a.b` names a field of a struct. None uses the column of the detected
-    format. Set it if the rows have no known format."""
+    """Column of the prompts; `a.b` names a field of a struct. None uses the detected format's
+    column. Set it if the rows have no known format."""
     answer: str | None = None
-    """Column of the ground truth. None uses the column of the detected format. Set it if the column
-    has another name."""
+    """Column of the ground truth. None uses the detected format's column. Set it if the column has
+    another name."""
     response: str | None = None
-    """Column of the responses, for supervised training. None uses the column of the detected
-    format. Set it if the column has another name."""
+    """Column of the responses, for supervised training. None uses the detected format's column. Set
+    it if the column has another name."""
     train_on: TrainOn = "last"
-    """Which assistant turns of a conversation to train on: "last" or "all". User and tool turns are
-    never trained on. Set it to "all" to learn from every assistant turn."""
+    """Which assistant turns of a conversation to train on: "last" or "all". Set it to "all" to
+    learn from every assistant turn."""
     extract_answer: bool = True
     r"""Reduce a worked solution to its final answer: the text after `####`, or the content of
     `\boxed{}`. Set it to False if a grader needs the whole solution."""
@@ -297,18 +295,16 @@ class ReadSettings(Config):
     answers."""
     chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Variables for the chat template. {"enable_thinking": False} lets a model answer without
-    thinking, whatever name its template has for that switch. A row's own `chat_template_kwargs`
-    column takes precedence. Set it for short responses, and for variables that a model's template
-    needs."""
+    thinking, whatever its template calls that switch. A row's column `chat_template_kwargs` takes
+    precedence. Set it for short responses, or if a template needs variables."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """[tokens] Maximum length of a prompt. None sets no limit besides the model's context. Lower it
     if a few long prompts determine the memory use."""
     too_long: TooLong = "error"
-    """How to handle prompts that exceed `max_prompt_tokens`: "error" refuses the data, "drop"
-    leaves the rows out. The setting also covers rows that exceed the context of one of the run's
-    models: prompts without room for a response, and given responses that are too long. The driver
-    finds these rows before it starts any worker. Choose "drop" if there is enough data without
-    them."""
+    """How to handle prompts that exceed `max_prompt_tokens`: "error" rejects the data, "drop" drops
+    the rows. This also covers rows that exceed the context of one of the run's models: prompts
+    without room for a response, and given responses that are too long. The driver finds them before
+    it starts workers. Choose "drop" if there is enough data without them."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] Maximum number of rows to read. None reads all. Set it for a trial run."""
 
@@ -328,7 +324,7 @@ class ReadSettings(Config):
 
 
 class ReadArguments(TypedDict, total=False):
-    """The fields of `ReadSettings` as keyword arguments, for type checkers and editors."""
+    """The fields of `ReadSettings` as keyword arguments, for type checkers."""
 
     prompt: str | None
     answer: str | None

@@ -3,8 +3,8 @@
     prompts = Prompts.read("gsm8k_train.parquet", "models/qwen2-tiny", max_prompt_tokens=512)
     print(prompts.understood)
 
-Only pyarrow and the `tokenizers` library read and tokenise the data, so that errors in data appear
-before torch is imported. docs/data.md shows all formats.
+pyarrow and `tokenizers` read and tokenise the data without torch, so that errors in data appear
+early. docs/data.md shows all formats.
 """
 
 from __future__ import annotations
@@ -49,28 +49,27 @@ from .rendering import (
 )
 from .tokenizer import Tokenizer
 
-# Understanding: a summary of how a data set was read, which users can check before training.
+# Understanding: a summary of how Weft read a data set, for users to check before training.
 
 _EXAMPLES = 3
 """Number of example rows to print."""
 
 _SHOWN = 240
-"""Number of characters to print of a prompt. Of responses, half as many are printed; of answers and
-system prompts, a quarter."""
+"""Number of characters to print of a prompt; half of it for a response, a quarter for others."""
 
 _NAMED = 8
-"""Number of unused columns to print by name. The others are only counted."""
+"""Number of unused columns to print by name. The summary only counts the others."""
 
 _PARTS = 6
 """Number of parts of a response to print."""
 
 _UNREAD_FIELDS = ("weight", "train", "mask", "masked", "loss")
-"""Message fields by which other trainers select the turns to train. Weft ignores them."""
+"""Message fields that select trained turns in other libraries. Weft ignores them."""
 
 
 @dataclass(frozen=True)
 class _Lengths:
-    """Distribution of lengths in tokens."""
+    """Distribution of lengths [tokens]."""
 
     shortest: int
     p50: int
@@ -80,18 +79,18 @@ class _Lengths:
 
     @classmethod
     def of(cls, tokens: npt.ArrayLike) -> _Lengths:
-        """Summarise the token counts of rows. There must be at least one row.
+        """Summarise the token counts of at least one row.
 
         >>> _Lengths.of(range(1, 101))
         _Lengths(shortest=1, p50=51, p90=91, p99=100, longest=100)
         """
-        # The method `higher` returns a length that occurs in the data.
+        # `higher` returns a length that occurs in the data.
         quantiles = np.quantile(np.asarray(tokens), [0, 0.5, 0.9, 0.99, 1], method="higher")
         return cls(*(int(value) for value in quantiles))
 
     def limit(self, multiple: int = 64) -> int:
-        """Return a suitable length limit: the 99th percentile, rounded up to a multiple of
-        `multiple`, but at most the longest length.
+        """Return a suitable limit: the 99th percentile, rounded up to a multiple of `multiple`, but
+        at most the longest length.
 
         >>> _Lengths(10, 60, 90, 130, 5000).limit(), _Lengths(10, 60, 90, 130, 135).limit(), _Lengths(1, 2, 3, 4, 9).limit()
         (192, 135, 9)
@@ -113,42 +112,38 @@ class _Example:
     answer: Any = None
     rejected: str | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For responses with several turns: the parts of the response, keyed by token column. Trained
-    and untrained parts alternate; the first one is trained."""
+    """Maps token columns to the trained and untrained parts of a response, which alternate."""
 
 
 @dataclass(frozen=True)
 class _Understanding:
-    """Summary of how a data set was read, which a run prints at the start. Lengths include dropped
-    rows.
-    """
+    """Summary of how Weft read a data set. Lengths include dropped rows."""
 
     source: str
-    """The files, or the id of the data set with its subset and split."""
+    """The files, or the data set's id with subset and split."""
     rows: int
     format: str
     columns: Mapping[str, str]
     roles: Mapping[str, str]
-    """Column of each role, keyed by role (`prompt`, `answer`, `response`, ...)."""
+    """Maps roles (`prompt`, `answer`, `response`, ...) to columns."""
     trains: str
     chat: bool
     chat_reason: str
     chat_settings: str
-    """The template variables and system prompt that the user set."""
+    """The user's template variables and system prompt."""
     prompts: _Lengths
     responses: _Lengths | None
     examples: tuple[_Example, ...]
     extraction: str
     choices: tuple[str, ...]
-    """Descriptions of defaults that were used, such as `subset 'main' of main, socratic`."""
+    """Defaults that were used, such as `subset 'main' of main, socratic`."""
     images: str
-    """The number of images and of rows with images; empty if there are no images."""
+    """The number of images and of rows with images; empty without images."""
     notes: tuple[str, ...]
-    """Warnings about empty responses, equal pairs, ignored fields and so on."""
+    """Warnings, for example about empty responses, equal pairs or ignored fields."""
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, rows: int, reason: str) -> _Understanding:
-        """Return a copy with `rows` more dropped rows for this reason."""
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
 
     def __str__(self) -> str:
@@ -188,7 +183,7 @@ class _Understanding:
 
 
 class _Observer:
-    """Collects the summary while rows are read part by part."""
+    """Collects the summary while `Prompts` reads rows part by part."""
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
@@ -197,12 +192,12 @@ class _Observer:
         self._empty = self._equal = 0
 
     def see(self, texts: Texts, ids: Mapping[str, pa.Array], answers: pa.ChunkedArray | None) -> None:
-        """Add a part of the rows: their texts, tokens keyed by column, and answers."""
+        """Add a part of the rows. `ids` maps token columns to tokens."""
         self._own_system += texts.own_system
         self._turns += texts.turns
         self._trained_turns += texts.trained_turns
         self._rows += len(texts.prompts)
-        # Count the additional rows of conversations that were split.
+        # Count the additional rows of split conversations.
         self._split += len(texts.prompts) - len(set(texts.rows)) if texts.rows is not None else 0
         columns = list(texts.responses.values())
         stops = self._plan.tokenizer.special_texts
@@ -217,7 +212,7 @@ class _Observer:
             self._add_example({name: column[row].as_py() for name, column in ids.items()}, answer)
 
     def _add_example(self, tokens: Mapping[str, list[int]], answer: Any) -> None:
-        # Show the decoded tokens, because the model sees these.
+        # Show decoded tokens, because the model sees these.
         decode = self._plan.tokenizer.backend.decode
         columns = [name for name in tokens if name.endswith("_ids")]
         shown = [decode(tokens[name], skip_special_tokens=False) for name in columns]
@@ -385,7 +380,7 @@ def _clipped(text: str) -> str:
 
 
 def _shown(text: object, characters: int) -> str:
-    """Return a text on one line. The middle of a long text is left out.
+    """Return a text on one line, without the middle of a long text.
 
     >>> _shown("a" * 20 + chr(10) + "b" * 20, 20)
     "'aaaaaaa ... bbbbbbb'"
@@ -396,47 +391,44 @@ def _shown(text: object, characters: int) -> str:
 # Prompts
 
 _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
-"""Token columns. Files may not have them, because another tokenizer may have made the tokens."""
+"""Token columns. Files may not have them, because another tokenizer may have made them."""
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
 _RENAMED = (*map(str, IDENTITY), *_MASKS)
-"""Columns that Weft adds to rows. A column of the file with such a name is kept as `file_NAME`."""
+"""Columns that Weft adds to rows. Weft renames the file's columns of these names to `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
-"""Columns for video and audio in TRL, verl and OpenRLHF."""
+"""Columns of video and audio in TRL, verl and OpenRLHF."""
 
 _PART = 8192
-"""Number of rows to hold as Python text at the same time. All other rows stay in Arrow."""
+"""Number of rows to hold as Python text at the same time. Other rows stay in Arrow."""
 
 
 @dataclass(frozen=True)
 class Prompts:
     """A source with one tokenised row per prompt, in the order of the file.
 
-    `table` has the following columns, in this order. Each column is a single chunk, with 64-bit
-    offsets above 2 GiB.
+    `table` has these columns, in this order. Each is one chunk, with 64-bit offsets above 2 GiB.
 
     - `prompt_ids` (list of int32): tokens of the prompt. With the chat template, a prompt ends with
-      the header of the assistant's turn. Plain text gets the special tokens that the tokenizer adds
-      by default.
+      the header of the assistant's turn. Plain text gets the tokenizer's default special tokens.
     - `response_ids`, or `chosen_ids` and `rejected_ids` (lists of int32), if the format has
       responses: the tokens after `prompt_ids`, including the token that ends a response.
     - `response_mask`, or `chosen_mask` and `rejected_mask` (lists of uint8), if a response has
       several turns: 1 for trained tokens, 0 for turns of users and tools.
     - `prompt` (string): text of the prompt, after the chat template.
-    - `images` (list of large binary), if rows have images: the encoded images of each row, one for
-      each placeholder in `prompt_ids`, in the same order.
-    - `answer`, if the format has a ground truth: the final answer of a worked solution, or the
-      value of the file. Text is a string. Numbers, booleans, lists and objects have the type
-      `JsonType`: JSON text on disk, and values in Python.
-    - All other columns of the file, unchanged. Values without an exact Arrow type are stored as
-      `JsonType`.
+    - `images` (list of large binary), if rows have images: a row's encoded images, in the order of
+      their placeholders in `prompt_ids`.
+    - `answer`, if the rows have a ground truth: the final answer of a worked solution, or the
+      file's value. Text is a string. Numbers, booleans, lists and objects have the type `JsonType`:
+      JSON text on disk, and values in Python.
+    - The file's other columns, unchanged. Values without an exact Arrow type become `JsonType`.
 
-    Some columns of the file are renamed. Messages in a column `prompt` are kept as
-    `prompt_messages`, and worked solutions in a column `answer` as `full_answer`. A column with the
-    name of a Weft column gets the prefix `file_` (`file_parent_id`), and so does a column `prompt`
-    that is not the source of the prompts.
+    Weft renames some columns of the file. Messages in a column `prompt` become `prompt_messages`,
+    and worked solutions in a column `answer` become `full_answer`. A column with the name of a Weft
+    column gets the prefix `file_` (`file_parent_id`), as does a column `prompt` that is not the
+    source of the prompts.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "2": 1, "+": 2}, unk_token="<unk>"))
@@ -452,14 +444,14 @@ class Prompts:
     table: pa.Table = field(repr=False)
     format: str = ""
     dropped: int = 0
-    """Number of rows dropped, by `filter` or because a text exceeds `max_prompt_tokens`, the
+    """Number of rows dropped: by `filter`, or because a text exceeds `max_prompt_tokens`, the
     model's context, or the limit for tokenising."""
     too_long: TooLong = field(default="error", repr=False)
-    """How to handle prompts that exceed the context of the model: "error" or "drop"."""
+    """How to handle prompts that exceed the model's context: "error" or "drop"."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
-    """Columns copied unchanged from the file. They are never taken for Weft's columns."""
+    """Columns copied unchanged from the file. Weft never takes them for its own."""
     understood: _Understanding | None = field(default=None, repr=False)
-    """Summary of how the rows were read; None if they were not read by `read` or `from_rows`."""
+    """Summary of how Weft read the rows; None without `read` or `from_rows`."""
 
     @classmethod
     def read(
@@ -474,21 +466,19 @@ class Prompts:
         """Read prompts from files, a folder, or a data set of the Hugging Face hub.
 
         Args:
-            path: a file, a list of files, a folder of files, or the Hugging Face id of a data set.
-                Files are `.parquet`, `.jsonl` (one object per line), `.json` (the same, or one
-                array of objects), `.csv` or `.tsv` (with a header), or `.arrow`. Text files may be
-                compressed (`.jsonl.gz`). A data set is read from the local cache or the network,
-                which requires the extra `datasets`.
-            tokenizer: the model's folder, a Hugging Face hub id, or a loaded `Tokenizer`.
-            split: split of a folder or data set, such as `train` or `test`. Default: the only split
-                or, if there are several, `train`.
-            subset: subset of a folder or data set. Default: the only subset or, if there are
-                several, `default` or `main`.
+            path: a file, a list of files, a folder, or the Hugging Face id of a data set. Files are
+                `.parquet`, `.jsonl` (one object per line), `.json` (the same, or one array of
+                objects), `.csv` or `.tsv` (with a header), or `.arrow`. Text files may be
+                compressed (`.jsonl.gz`). Data sets come from the cache or the network, and need the
+                extra `datasets`.
+            tokenizer: the model's folder or Hugging Face id, or a loaded `Tokenizer`.
+            split: split of a folder or data set. Default: the only split or `train`.
+            subset: subset of a folder or data set. Default: the only subset, `default` or `main`.
             settings: fields of `ReadSettings`.
 
         Raises:
-            UserError: the data cannot be read. The message names the file, the row, the rule, the
-                value and the closest valid value.
+            UserError: the data is invalid. The message names the file, the row, the rule, the value
+                and the closest valid value.
 
         >>> import json, pathlib, tempfile
         >>> from tokenizers import Tokenizer as Backend, models
@@ -513,11 +503,10 @@ class Prompts:
         name: str = "rows",
         **settings: Unpack[ReadArguments],
     ) -> Prompts:
-        """Create prompts from rows in memory, which may have any of the formats for files.
+        """Create prompts from rows in memory, in any format for files.
 
         Args:
-            rows: a list of dictionaries, a `datasets.Dataset`, a pandas data frame, or an Arrow
-                table.
+            rows: dictionaries, a `datasets.Dataset`, a pandas `DataFrame`, or an Arrow table.
             tokenizer: see `read`.
             name: name of the source.
             settings: fields of `ReadSettings`.
@@ -530,11 +519,11 @@ class Prompts:
         _refuse_columns(exact)
         names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
         exact = replace(exact, table=exact.table.rename_columns(names))
-        # Texts, messages and images need plain types. Answers and other columns stay exact.
+        # Texts, messages and images need plain types; other columns stay exact.
         rows = replace(exact, table=readable_by_arrow(exact.table))
         images = find_images(rows)
         format = find_format(rows, how)
-        # Rename the file's column `prompt`, because that column will hold the rendered text.
+        # The column `prompt` will hold the rendered text.
         if format.prompt != "prompt" and "prompt" in names:
             names = ["file_prompt" if name == "prompt" else name for name in names]
             exact = replace(exact, table=exact.table.rename_columns(names))
@@ -545,7 +534,7 @@ class Prompts:
             name = column.partition(".")[0]
             if is_json(rows.table.schema.field(name).type):
                 refuse_mixed(name, rows)
-        # Load this after the checks above, because it may download files.
+        # Load this after the checks, because it may download files.
         tokenizer = Tokenizer.load(source)
         plan = ReadPlan.decide(rows, format, tokenizer, how)
         answers = find_answers(exact, format, how.answer, how.extract_answer)
@@ -557,7 +546,7 @@ class Prompts:
             part = rows.part(start, _PART)
             counts = None if images is None else images.counts[start : start + _PART].tolist()
             texts = plan.texts(part, counts)
-            # Drop texts that are too long before tokenising them, which would take minutes.
+            # Tokenising such long texts would take minutes.
             if how.too_long == "drop" and (long := too_many_characters(texts)):
                 dropped += len(long)
                 texts = texts.keeping([row for row in range(len(texts.prompts)) if row not in long])
@@ -593,7 +582,7 @@ class Prompts:
     def _up_to_limit(
         self, lengths: np.ndarray, limit: int, rows: Rows, source_rows: np.ndarray
     ) -> Prompts:
-        """Drop prompts longer than `max_prompt_tokens`, or raise a UserError (see `too_long`)."""
+        """Drop prompts longer than `limit`, or raise a UserError (see `too_long`)."""
         long = np.flatnonzero(lengths > limit)
         if not len(long):
             return self._compact()
@@ -608,8 +597,7 @@ class Prompts:
         return self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
 
     def up_to(self, tokens: int) -> Prompts:
-        """Drop prompts with more than `tokens` tokens. Does nothing unless `too_long` is `drop` and
-        some prompts remain."""
+        """Like `keeping_short`, for prompts of at most `tokens` tokens."""
         reason = f"longer than {tokens} tokens, which leaves the model no room for a response"
         return self.keeping_short(_lengths(self.table, "prompt_ids") <= tokens, reason)
 
@@ -619,7 +607,7 @@ class Prompts:
 
         Args:
             kept: [rows] bool, whether to keep each row.
-            reason: the reason, which completes "rows were dropped: ...".
+            reason: completes "rows were dropped: ...".
         """
         if self.too_long != "drop" or kept.all() or not kept.any():
             return self
@@ -629,11 +617,11 @@ class Prompts:
         """Split off random rows for evaluation.
 
         Returns:
-            Two sources without common prompts: the rows to train on, and `rows` random rows to
-            evaluate on. Other rows with the same prompts as the latter are dropped.
+            Two sources without common prompts: rows to train on, and `rows` random rows to evaluate
+            on. Other rows with prompts of the second source are dropped.
 
         Raises:
-            UserError: `rows` is not an integer, or no rows would remain to train or evaluate on.
+            UserError: `rows` is not an integer, or one of the sources would be empty.
 
         >>> from tokenizers import Tokenizer as Backend, models
         >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
@@ -649,7 +637,7 @@ class Prompts:
         drawn = np.zeros(len(self), bool)
         drawn[np.random.default_rng(seed).permutation(len(self))[: max(rows, 0)]] = True
         held_out, asked = self.table.filter(pa.array(drawn)), self._asked
-        # Remove all copies of held-out prompts, so that training does not see them.
+        # Training must not see copies of held-out prompts.
         taken = {one for one, is_drawn in zip(asked, drawn, strict=True) if is_drawn}
         rest = self.table.filter(pa.array([one not in taken for one in asked], pa.bool_()))
         if rows < 1 or not len(rest):
@@ -662,11 +650,9 @@ class Prompts:
         return replace(self, table=rest)._compact(), held_out._compact()
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Prompts:
-        """Keep the rows for which a function returns True, in their order. `dropped` counts the
-        other rows.
+        """Keep the rows for which a function returns True. `dropped` counts the others.
 
-        The function gets each row as a dictionary. Its errors are raised unchanged, with a note
-        that names the row.
+        The function gets each row as a dictionary. If it raises, a note on the error names the row.
 
         Raises:
             UserError: the function returns something other than True or False, or keeps no row.
@@ -691,7 +677,7 @@ class Prompts:
 
     def sort(self, key: Callable[[dict[str, Any]], Any], *, reverse: bool = False) -> Prompts:
         """Sort the rows by a key function, which gets each row as a dictionary. The sort is stable.
-        A schedule with `shuffle=False` issues rows in this order.
+        Schedules with `shuffle=False` keep this order.
 
         Raises:
             UserError: two keys cannot be compared, or a key is NaN.
@@ -730,7 +716,7 @@ class Prompts:
 
     @property
     def _asked(self) -> list[tuple[Hashable, ...]]:
-        """For each row, a key that identifies its prompt: the text, and hashes of its images."""
+        """A key for each row that identifies its prompt: the text, and hashes of images."""
         texts = self.table["prompt"].to_pylist()
         if str(IMAGES) not in self.columns:
             return [(text,) for text in texts]
@@ -761,7 +747,7 @@ class Prompts:
 def _with_useful_masks(made: pa.Table) -> pa.Table:
     masks = [name for name in _MASKS if name in made.column_names]
     trained = (chunk.flatten() for name in masks for chunk in made.column(name).chunks)
-    # Drop masks that are 1 everywhere, because they only cost memory.
+    # Masks that are 1 everywhere only cost memory.
     useful = any(len(values) and not values.to_numpy().all() for values in trained)
     return made if useful else made.drop_columns(masks)
 
@@ -769,7 +755,7 @@ def _with_useful_masks(made: pa.Table) -> pa.Table:
 def _with_the_rest(
     made: pa.Table, table: pa.Table, answers: Answers | None, images: Images | None
 ) -> pa.Table:
-    """Return the new columns, followed by the columns of the file that they do not replace."""
+    """Return the new columns, followed by the file's columns that they do not replace."""
     columns: dict[str, pa.ChunkedArray] = dict(zip(made.column_names, made.columns, strict=True))
     if answers is not None:
         columns["answer"] = answers.values
@@ -789,7 +775,7 @@ def _lengths(table: pa.Table, column: str) -> np.ndarray:
 
 
 def _refuse_columns(rows: Rows) -> None:
-    """Raise a UserError for duplicate columns, and for columns of tokens, video or audio."""
+    """Raise a UserError for duplicate columns, and for tokens, video or audio."""
     names = rows.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -1,4 +1,4 @@
-"""Convert rows to text and tokens. All rows use the chat template, or none does."""
+"""Convert rows to text and tokens. The chat template applies to all rows or to none."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .formats import (
 from .tokenizer import THINKING, Tokenizer
 
 _TURNS = re.compile(r"\n\n(Human|Assistant):")
-"""Start of a turn in texts of HH-RLHF."""
+"""Start of a turn in HH-RLHF's texts."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
     """How to convert the rows of a table to text.
 
-    A row consists either of plain text or of messages. If the chat template is used, each plain
-    text (a prompt, or text next to messages) becomes the content of one message.
+    Rows are plain text or messages. With the chat template, each plain text (a prompt, or text next
+    to messages) becomes the content of one message.
     """
 
     format: Format
@@ -55,15 +55,15 @@ class ReadPlan:
     settings: ReadSettings
     chat: bool
     reason: str
-    """Why the template is used or not."""
+    """Why the template applies or not."""
     repeats: bool
-    """Whether each text response repeats its prompt. If so, the repeated prompt is removed."""
+    """Whether each text response repeats its prompt, which is then removed."""
     has_bos: bool = False
-    """Whether plain texts already begin with the beginning-of-sequence token."""
+    """Whether plain texts begin with the beginning-of-sequence token."""
     answered: bool = False
     """Whether conversations end with a response."""
     variables: Mapping[str, Any] | None = None
-    """Variables of the chat template for all rows."""
+    """Template variables for all rows."""
 
     @property
     def many_turns(self) -> bool:
@@ -99,8 +99,8 @@ class ReadPlan:
         )
 
     def texts(self, rows: Rows, images: Sequence[int] | None = None) -> Texts:
-        """Return the prompts and responses of rows. `images` is the number of images in each row;
-        None if the source has no images."""
+        """Return the prompts and responses of rows. `images` is the number of images in each row,
+        if any."""
         format, parts = self.format, self.format.responses
         if format.text:
             return Texts(_strings(rows, format.text), {}, has_bos=self.has_bos, whole=True)
@@ -181,7 +181,7 @@ def _repeat_prompts(rows: Rows, format: Format, kinds: Mapping[str, Kind]) -> bo
     if not format.prompt or len(paths) < 2 or format.context or {*map(kinds.get, paths)} != {"text"}:
         return False
     columns = [as_text(rows.column(path)) for path in paths]
-    # Convert in parts, because texts take more memory in Python than in Arrow.
+    # Convert in parts, because Python texts take more memory than Arrow's.
     for start in range(0, len(rows.table), 8192):
         prompts, *responses = (column.slice(start, 8192).to_pylist() for column in columns)
         for texts in responses:
@@ -214,7 +214,7 @@ def _needs_template(
         return False, "each text is one sequence"
     if format.prompt is None:
         return False, "the prompt is what both responses begin with"
-    # The user's setting takes precedence over the rules below.
+    # The user's setting overrides the rules below.
     if wanted is not None:
         return wanted, f"chat={wanted}"
     if not tokenizer.chat:
@@ -240,7 +240,7 @@ def _have_bos(rows: Rows, format: Format, tokenizer: Tokenizer) -> bool:
 
 
 def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: str) -> None:
-    """Raise a UserError for settings and columns that have no effect without a chat template."""
+    """Raise a UserError for settings and columns without effect if no chat template applies."""
     variables = {
         name: value
         for name, value in how.chat_template_kwargs.items()
@@ -262,7 +262,7 @@ def _refuse_template_use(rows: Rows, format: Format, how: ReadSettings, reason: 
 
 
 def first_with_value(table: pa.Table, column: str | None) -> int | None:
-    """Return the index of the first row with a value in a column; None if there is none."""
+    """Return the index of the first row with a value in a column, or None."""
     values = table.column(column) if column in table.column_names else ()
     none: tuple[Any, ...] = (None, [], "", {})
     return next((row for row, value in enumerate(values) if value.as_py() not in none), None)
@@ -279,10 +279,10 @@ def _strings(rows: Rows, path: str, *, blank: bool = True) -> list[str]:
 
 
 def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) -> Texts:
-    """Split the texts of pairs without a prompt column into a shared prompt and responses.
+    """Split pairs of texts without a prompt column into a shared prompt and responses.
 
-    The prompt is the shared beginning, up to its last `Assistant:` (as in HH-RLHF) or, without
-    such marks, up to its last complete word. With marks, `Human:` turns in a response are gaps.
+    The prompt is the shared beginning, up to its last `Assistant:` (as in HH-RLHF) or else its last
+    complete word. With such marks, `Human:` turns in a response are gaps.
     """
     prompts: list[str] = []
     tails: dict[str, list[str]] = {name: [] for name in pairs}
@@ -294,8 +294,7 @@ def _split_texts(rows: Rows, pairs: Mapping[str, Sequence[str]], has_bos: bool) 
         marks = [found.end() for found in _TURNS.finditer(start) if found[1] == "Assistant"]
         if marks:
             cut = marks[-1]
-        # Cut before the last white space of the common beginning. Then, no word is split, and
-        # tokens keep their leading space.
+        # Cut before the last white space: words stay whole, and tokens keep their leading space.
         elif words := re.match(r"(.*\S)\s", start, re.DOTALL):
             cut = words.end(1)
         else:
@@ -330,13 +329,13 @@ def _turns_of_others(response: str) -> list[Gap]:
 
 
 MAX_CHARACTERS = 4_000_000
-"""Maximum number of characters of a text to tokenise, about a million tokens of English. Tokenizers
-take minutes for longer texts."""
+"""Maximum number of characters of a text to tokenise, about a million tokens of English. Longer
+texts take minutes."""
 
 
 def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Array]:
     """Return the columns `*_ids` of rows (lists of int32) and, for responses that may have gaps,
-    the columns `*_mask` (lists of uint8). Raises a `UserError` for a text without tokens."""
+    `*_mask` (lists of uint8). Raises a `UserError` for a text without tokens."""
 
     def error(problem: str, row: int) -> UserError:
         return rows.error(problem, texts.source_row(row))
@@ -355,7 +354,7 @@ def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Arr
             raise error(f"the prompt {short(texts.prompts[row])} has no tokens", row)
     if not texts.responses and not texts.whole:
         return {"prompt_ids": _lists(prompts)}
-    # Append a stop token to plain text, so that a model learns to stop. Templates write their own.
+    # Append a stop token to plain text, so that models learn to stop. Templates write their own.
     stop = None if texts.chat else _stop_token(tokenizer)
     if texts.whole:
         wholes = [_stopped(prompt, stop) for prompt in prompts]
@@ -390,8 +389,7 @@ def tokenise(texts: Texts, rows: Rows, tokenizer: Tokenizer) -> dict[str, pa.Arr
 
 
 def too_many_characters(texts: Texts) -> dict[int, str]:
-    """Return the rows with texts that are too long to tokenise, in order. Each row maps to the
-    column of its first such text."""
+    """Map each row with a text that is too long to tokenise to the text's column."""
     found: dict[int, str] = {}
     for name, column in {"prompt_ids": texts.prompts, **texts.responses}.items():
         for row, text in enumerate(column):
@@ -412,11 +410,10 @@ def mask_of(ids: str) -> str:
 def _masks(
     name: str, responses: list[np.ndarray], texts: Texts, rows: Rows, tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the masks of a column of responses, [tokens] uint8 for each row: 0 for tokens in gaps,
-    1 for all others.
+    """Return the masks of a column of responses, [tokens] uint8 per row: 0 in gaps, 1 elsewhere.
 
-    A response with gaps is tokenised again, part by part as in generation, and replaced in
-    `responses`. Therefore, no token crosses the end of a turn.
+    Tokenise a response with gaps again, part by part as in generation, and replace it in
+    `responses`. No token may cross the end of a turn.
     """
     masks = [np.ones(len(ids), np.uint8) for ids in responses]
     pieces: dict[int, list[str]] = {}
@@ -433,7 +430,7 @@ def _masks(
             responses[row] = whole
             trained = np.arange(len(parts)) % 2 == 0
             masks[row] = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
-        else:  # tokenising part by part changes the text, because it adds a space to each part
+        else:  # the tokenizer adds a space to each part, which changes the text
             try:
                 masks[row] = _mask_by_place(ids, texts.prompts[row], texts_of_row, tokenizer)
             except UserError as error:
@@ -444,8 +441,7 @@ def _masks(
 def _mask_by_place(
     ids: np.ndarray, prompt: str, pieces: Sequence[str], tokenizer: Tokenizer
 ) -> np.ndarray:
-    """Return a mask, [tokens] uint8: 0 for tokens that overlap a gap according to their character
-    offsets, 1 for all others."""
+    """Return a mask, [tokens] uint8: 0 for tokens whose character offsets overlap a gap, else 1."""
     encoding = tokenizer.backend.encode(prompt + "".join(pieces), add_special_tokens=False)
     if encoding.ids[-len(ids) :] != ids.tolist():
         raise UserError(
@@ -466,9 +462,8 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 def _responses(
     prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """Return the tokens of responses, keyed by token column. May shorten `prompts` in place."""
-    # Tokenise prompt and response together, so that the response's first word is tokenised as in
-    # continuous text.
+    """Map token columns to the tokens of responses. May shorten `prompts` in place."""
+    # Tokenise prompt and response together, so that the response's first word continues the text.
     wholes = {
         name: _encode(tokenizer, list(map(str.__add__, texts.prompts, tails)), special)
         for name, tails in texts.responses.items()
@@ -481,15 +476,14 @@ def _responses(
         of_row = {name: column[row] for name, column in wholes.items()}
         if all(np.array_equal(whole[: len(prompt)], prompt) for whole in of_row.values()):
             continue
-        # A token spans the end of the prompt. The prompt keeps its own tokens, as in generation,
-        # and the responses are tokenised separately.
+        # A token spans the end of the prompt. As in generation, tokenise both sides separately.
         alone = {name: _encode(tokenizer, [texts.responses[name][row]], False)[0] for name in of_row}
         if any(
             _text(tokenizer, np.concatenate([prompt, alone[name]])) != _text(tokenizer, whole)
             for name, whole in of_row.items()
         ):
-            # Separate tokens change the text, because some tokenizers begin each text with a space.
-            # In that case, the token that spans the end of the prompt goes to the responses.
+            # Some tokenizers begin each text with a space, which changes the text. Then, the token
+            # that spans the end of the prompt goes to the responses.
             same = min(len(prompt), *map(len, of_row.values()))
             differs = np.any([whole[:same] != prompt[:same] for whole in of_row.values()], axis=0)
             cut = int(np.argmax(differs)) if differs.any() else same
@@ -500,7 +494,7 @@ def _responses(
 
 
 def _stopped(response: np.ndarray, stop: int | None) -> np.ndarray:
-    """Append the stop token, if there is one, to a response that does not end with it."""
+    """Append the stop token, if any, to a response that does not end with it."""
     ended = stop is None or (len(response) > 0 and response[-1] == stop)
     return response if ended else np.concatenate([response, np.array([stop], np.int32)])
 
@@ -512,7 +506,7 @@ def _stop_token(tokenizer: Tokenizer) -> int | None:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[np.ndarray]:
     """Return the token ids of texts, without end tokens. `special` adds the tokens that begin a
-    text, but not to texts that already begin with them."""
+    text, unless the text already begins with them."""
     values, offsets = tokenizer.encode(texts, add_special_tokens=special)
     rows = [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
     before, after = tokenizer.added if special else ((), ())

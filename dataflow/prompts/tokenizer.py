@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model folder without `transformers`.
 
-`AutoTokenizer` imports torch and takes three seconds to load. This tokenizer returns the same ids
-as `AutoTokenizer` and its `apply_chat_template` (see tests/dataflow/prompts/test_tokenizer.py).
+`AutoTokenizer` imports torch, which takes three seconds. This tokenizer returns the same ids as
+`AutoTokenizer` and its `apply_chat_template` (tests/dataflow/prompts/test_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 THINKING = ("enable_thinking", "thinking")
-"""Template variables that turn thinking on and off: the first in Qwen3 and GLM, the second in
-DeepSeek and Granite. Users may set either one for any template."""
+"""Template variables that turn thinking on and off: in Qwen3 and GLM, and in DeepSeek and Granite.
+Users may set either one for any template."""
 
 
 @dataclass(frozen=True)
 class _ChatTemplate:
-    """The chat templates of a tokenizer, which are rendered in a sandbox.
+    """The chat templates of a tokenizer, rendered in a sandbox.
 
     >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     >>> template += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -46,9 +46,9 @@ class _ChatTemplate:
     """
 
     sources: Mapping[str, str]
-    """Jinja source of each template, keyed by name (`default`, `tool_use`)."""
+    """Maps names (`default`, `tool_use`) to Jinja sources."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens that templates can use, keyed by name (`eos_token`, ...)."""
+    """Maps names (`eos_token`, ...) to special tokens for the templates."""
     name: str = "the tokenizer"
 
     def __bool__(self) -> bool:
@@ -67,10 +67,10 @@ class _ChatTemplate:
 
         Args:
             messages: messages `{"role": ..., "content": ...}`, oldest first. Content is text, or
-                blocks of type `text` and `image`. The template writes the placeholders of images.
+                blocks of type `text` and `image`. The template writes placeholders for images.
             add_generation_prompt: whether to end with the header of the assistant's turn.
             continue_last: whether to end inside the last message, so that generation continues it.
-            tools: JSON schemas of functions, for templates that support tools.
+            tools: JSON schemas of functions, for templates with tools.
             variables: further template variables, such as `enable_thinking=False`.
 
         Raises:
@@ -104,18 +104,17 @@ class _ChatTemplate:
             raise UserError(
                 f"the chat template of {self.name} leaves out the last message, which should be continued"
             )
-        # If the template trimmed the mark's space, it also trimmed the message, so trim the text.
+        # If the template trimmed the mark's space, it also trims messages, so trim the text.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the template variables for the user's settings. A variable in `THINKING` is
-        renamed to the one that the template reads. Raises a `UserError` for a variable that the
-        template does not read."""
+        """Return the template variables for the user's settings. Renames a variable in `THINKING`
+        to the one that the template reads. Raises a `UserError` for unknown variables."""
         reads, found = self._reads, dict[str, Any]()
         switch = next((name for name in THINKING if name in reads), None)
         for name, value in given.items():
             if name in THINKING and name not in reads:
-                # Ignore a request to turn thinking off if the template has no switch for it.
+                # Without a switch, ignore a request to turn thinking off.
                 if switch is None and value:
                     raise UserError(
                         f"chat_template_kwargs: {name}={value!r}: the chat template of {self.name} has no switch for thinking "
@@ -165,10 +164,9 @@ class _ChatTemplate:
 
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its text blocks joined into one string. If there are images among the
-    blocks, the template handles the blocks. Raises a UserError for other content, because most
-    templates would write its Python representation.
-    """
+    """Return a message with its text blocks joined into one string. With images, the blocks stay
+    for the template. Raises a UserError for other content, because templates would write its Python
+    representation."""
     content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
         return dict(message)
@@ -222,7 +220,7 @@ def _environment() -> jinja2.Environment:
         separators: Any = None,
         sort_keys: Any = False,
     ) -> str:
-        # Replaces Jinja's own filter, which escapes HTML characters.
+        # Jinja's own filter escapes HTML characters.
         how = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
         return json.dumps(value, sort_keys=sort_keys, **how)
 
@@ -238,12 +236,12 @@ def _environment() -> jinja2.Environment:
 # Tokenizer
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Names of special tokens that a chat template can use, as in `transformers`."""
+"""Names of special tokens for chat templates, as in `transformers`."""
 
 _CONFIG, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _FILES = ("tokenizer.json", _CONFIG, _SPECIAL, "*.jinja", "additional_chat_templates/*")
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_CHUNK = 8192  # texts per call: limits the memory for encodings, but keeps all threads busy
+_CHUNK = 8192  # texts per call: limits memory, but keeps all threads busy
 
 
 class Tokenizer:
@@ -251,9 +249,9 @@ class Tokenizer:
 
     Args:
         backend: tokenizer of the `tokenizers` library.
-        chat_template: Jinja source, or several sources keyed by name (`default`, `tool_use`).
-        special_tokens: special tokens that the template can use, keyed by name (`eos_token`, ...).
-        name: name of the tokenizer in error messages.
+        chat_template: Jinja source, or a mapping from names (`default`, `tool_use`) to sources.
+        special_tokens: maps names (`eos_token`, ...) to special tokens for the template.
+        name: the tokenizer's name in error messages.
 
     >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
     >>> backend = Backend(models.WordLevel({"<unk>": 0, "the": 1, "sky": 2}, unk_token="<unk>"))
@@ -271,7 +269,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         name: str = "the tokenizer",
     ) -> None:
-        # A tokenizer.json may enable padding or truncation, which would change texts' lengths.
+        # tokenizer.json may enable padding or truncation, which would change lengths.
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -284,8 +282,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path | Tokenizer) -> Tokenizer:
-        """Load the tokenizer of a model folder or Hugging Face id. If the id is not in the local
-        cache, it is downloaded. Raises a `UserError` if there is no readable `tokenizer.json`."""
+        """Load the tokenizer of a model folder or Hugging Face id, which is downloaded if it is not
+        in the local cache. Raises a `UserError` without a readable `tokenizer.json`."""
         if isinstance(source, Tokenizer):
             return source
         import tokenizers
@@ -311,7 +309,7 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # old models have a file for special tokens
             config |= _json(folder / _SPECIAL)
         named = {name: _text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
-        # `AutoTokenizer` also adds these tokens, and ids must be equal.
+        # `AutoTokenizer` also adds these tokens, and the ids must be equal.
         _add_missing(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
 
@@ -332,7 +330,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids that the tokenizer adds (before, after) a text."""
+        """Token ids that the tokenizer adds (before, after) each text."""
         number = self.backend.num_special_tokens_to_add(is_pair=False)
         for probe in ("a", "0", "the", "\u4e00") if number else ():
             encoding = self.backend.encode(probe, add_special_tokens=True)
@@ -344,14 +342,14 @@ class Tokenizer:
 
     @functools.cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Where each token that ends a response in training data comes from, keyed by token id."""
+        """Maps each token that ends a response in training data to its origin."""
         ends: dict[int, str] = {}
         if (eos := self.token_id("eos_token")) is not None:
             ends[eos] = "the tokenizer's eos_token"
         if self.chat:
             turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             try:
-                # Templates often add a newline after the token that ends a turn.
+                # Templates often add a newline after this token.
                 text = self.chat.render(turns).rstrip()
             except UserError:  # the template needs other messages
                 return ends
@@ -372,8 +370,7 @@ class Tokenizer:
         """Encode B texts. By default, the tokenizer adds its special tokens.
 
         Returns:
-            (ids, offsets): the ids `[T]` int32 of all texts, concatenated, and the offsets
-            `[B + 1]` int64 of the texts. `([], [0])` for no texts.
+            (ids, offsets): ids `[T]` int32, and offsets `[B + 1]` int64. `([], [0])` for no texts.
         """
         values: list[NDArray[np.int32]] = []
         lengths = np.zeros(len(texts) + 1, np.int64)
@@ -389,18 +386,17 @@ class Tokenizer:
         return (np.concatenate(values) if values else np.zeros(0, np.int32)), np.cumsum(lengths)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Decode rows of token ids. Special tokens are left out."""
+        """Decode rows of token ids, without special tokens."""
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def decode_ragged(self, values: np.ndarray, offsets: np.ndarray) -> list[str]:
-        """Decode the rows of a ragged column. Special tokens are left out."""
+        """Decode the rows of a ragged column, without special tokens."""
         ids = np.ascontiguousarray(values, np.uint32).data  # avoids one Python object per token
         return self.decode([ids[start:end] for start, end in itertools.pairwise(offsets.tolist())])
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the Jinja source of each chat template, keyed by name. Template files take precedence
-    over the configuration."""
+    """Map names to Jinja sources of templates. Files take precedence over the configuration."""
     file = folder / "chat_template.jinja"
     files = {"default": file} if file.is_file() else {}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -415,7 +411,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> None:
-    """Add declared tokens that `tokenizer.json` lacks, in order of their ids."""
+    """Add declared tokens that `tokenizer.json` lacks, in the order of their ids."""
     import tokenizers
 
     have = {token.content for token in backend.get_added_tokens_decoder().values()}

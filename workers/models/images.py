@@ -1,8 +1,8 @@
-"""Images: process the images of a row with the model's own processor.
+"""Images: process a row's images with the model's own processor.
 
 A row stores its images encoded, and one placeholder for each in `prompt_ids`. The processor in the
-model's folder expands a placeholder to the tokens of the image. Rollout, actor and reference
-workers all use this module, so models with the same folder read the same tokens.
+model's folder expands a placeholder to the image's tokens. All workers use this module, so models
+with the same folder read the same tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from ...dataflow.source import Source
 
 _CACHED_BYTES = 256 << 20
-"""[bytes] Size of the cache for processed images. The cache helps because the samples of a prompt
-arrive one after the other."""
+"""[bytes] Size of the cache for processed images. A prompt's samples share its images."""
 
 
 def check_images(model: str | Path, source: Source) -> None:
     """Check the images of a source. Raises a UserError if the model cannot read images, or if a
     prompt has more or fewer placeholders than images."""
-    # If a file has a column with the name of one of Weft's, Weft's column is used.
+    # A file's column never stands for Weft's column with the same name.
     made = {*source.columns} - file_columns(source)
     if not {str(IMAGES), str(PROMPT_IDS)} <= made:
         return
@@ -70,7 +69,7 @@ def check_images(model: str | Path, source: Source) -> None:
 
 
 def image_token(settings: Mapping[str, Any]) -> int | None:
-    """Return the token id of an image placeholder according to a model's settings, or None.
+    """Return the token id of image placeholders in a model's settings, or None.
 
     >>> image_token({"image_token_id": 5}), image_token({"image_token_index": 7}), image_token({})
     (5, 7, None)
@@ -94,13 +93,12 @@ def _counts_of(chunk: Any, token: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _SeenImage:
-    """One image in the form that a model reads."""
+    """An image in the form that a model reads."""
 
     tokens: np.ndarray
-    """[tokens] int32: the tokens that replace the placeholder."""
+    """[tokens] int32, in place of the placeholder."""
     inputs: Mapping[str, Tensor]
-    """The model's arguments by name, such as `pixel_values` [patches, values]. Those of several
-    images are concatenated."""
+    """Maps names to the model's arguments, such as `pixel_values` [patches, values]."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,9 @@ class SeenPrompt:
     """A prompt in the form that a model reads."""
 
     ids: np.ndarray
-    """[P] int32, with all tokens of its images."""
+    """[P] int32, with all tokens of the images."""
     is_image: np.ndarray
-    """[P] bool: the positions where an image feature replaces the token embedding."""
+    """[P] bool: where an image feature replaces the token embedding."""
     images: tuple[_SeenImage, ...] = ()
 
 
@@ -130,10 +128,10 @@ class ImageReader:
 
     def read(self, prompt_ids: np.ndarray, images: Sequence[Any]) -> SeenPrompt:
         """Return a prompt with the tokens of its images. `prompt_ids` ([P] int32) has one
-        placeholder for each of the encoded `images`. Raises a UserError if the numbers of
-        placeholders and images differ, or an image is unreadable."""
+        placeholder for each encoded image. Raises a UserError if the numbers of placeholders and
+        images differ, or an image is unreadable."""
         places = np.flatnonzero(prompt_ids == self.token)
-        if not len(images):  # in a prompt without images, the placeholder is an ordinary token
+        if not len(images):  # without images, the placeholder is an ordinary token
             return SeenPrompt(prompt_ids, np.zeros(len(prompt_ids), bool))
         if len(places) != len(images):
             raise UserError(f"it {_misplaced(len(images), len(places), self.token, self._model)}")
@@ -147,7 +145,7 @@ class ImageReader:
         return SeenPrompt(ids, ids == self.token, seen)
 
     def see(self, encoded: Any) -> _SeenImage:
-        """Process an encoded image (bytes or a buffer). Recent results are cached."""
+        """Process an encoded image (bytes or a buffer), or return a cached result."""
         encoded = memoryview(encoded)
         key = hashlib.blake2b(encoded, digest_size=16).digest()
         if key in self._seen:
@@ -176,19 +174,18 @@ class ImageReader:
 
 
 def open_image(encoded: Any) -> Any:
-    """Decode an image to RGB with Pillow and rotate it upright by its EXIF data, as `transformers`
-    does."""
+    """Decode an image to RGB with Pillow, and rotate it upright by its EXIF data."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded)) as image:
-        # PostScript is a program, and image files must not run code.
+        # PostScript is a program, which must not run.
         if image.format == "EPS":
             raise ValueError(PROGRAM)
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def probe_images() -> list[bytes]:
-    """Return two images of different sizes, for checks of models."""
+    """Return two images of different sizes, to check models with."""
     from PIL import Image
 
     files: list[bytes] = []
@@ -205,8 +202,8 @@ def _num_bytes(image: _SeenImage) -> int:
 
 
 def _load_processor(folder: Path) -> Any:
-    """Load the processor of a model: image processor, tokenizer, and expansion of placeholders. If
-    torchvision is missing, leave out the video processor, which needs it."""
+    """Load a model's processor: image processor, tokenizer, and expansion of placeholders. Without
+    torchvision, leave out the video processor, which needs it."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.utils.import_utils import is_torchvision_available
@@ -231,23 +228,22 @@ def _load_processor(folder: Path) -> Any:
 
 # Vision: how a `transformers` model reads a prompt with images. The model's own forward pass
 # replaces all image tokens, even those that a policy sampled in its response. This code replaces
-# only the given positions. The vision tower, embeddings, positions (`get_rope_index`) and layers
-# are the model's own. `training/agreement.py` compares the result with the model's own forward
-# pass.
+# only the given positions; all modules are the model's own. `training/agreement.py` compares the
+# result with the model's forward pass.
 
 
 LANGUAGE = "language_model"
-"""Attribute name of the text model in backbones that read images."""
+"""Attribute of the text model in backbones that read images."""
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The images of the rows in a forward pass."""
+    """The images in a forward pass."""
 
     places: Tensor
     """[B, L] bool, or [T] for packed rows: where image features replace token embeddings."""
     inputs: Mapping[str, Tensor]
-    """Arguments of the vision tower by name, for all images in the order of their positions."""
+    """Maps names to arguments of the vision tower, for all images in order."""
 
     @classmethod
     def of(cls, places: Tensor, images: Sequence[_SeenImage]) -> ImageInputs:
@@ -258,13 +254,13 @@ class ImageInputs:
 
 
 def is_type_that_sees(settings: Any) -> bool:
-    """Like `sees_images`, but for settings as loaded by `transformers`."""
+    """Like `sees_images`, for settings loaded by `transformers`."""
     return sees_images({"model_type": settings.model_type})
 
 
 def embed(backbone: Any, input_ids: Tensor, shown: ImageInputs) -> Tensor:
-    """Return the inputs of the text layers, [B, L, hidden]: the embeddings of tokens [B, L], with
-    image features at the positions of images."""
+    """Return the inputs of the text layers, [B, L, hidden]: token embeddings, and image features in
+    the places of images."""
     embedded = backbone.get_input_embeddings()(input_ids)
     features = backbone.get_image_features(**shown.inputs, return_dict=True).pooler_output
     if not isinstance(features, torch.Tensor):
@@ -276,9 +272,8 @@ def positions(
     backbone: Any, input_ids: Tensor, shown: ImageInputs, inside: Tensor | None = None
 ) -> Tensor | None:
     """Return the positions of tokens [B, L] by the model's own rule, such as [3, B, L] for time,
-    height and width (m-rope, arXiv:2409.12191). Return None if the model numbers image tokens like
-    all others. `inside` ([B, L] bool) is False for padding; None if there is no padding, or only on
-    the right."""
+    height and width (m-rope, arXiv:2409.12191); None if the model numbers image tokens like all
+    others. `inside` ([B, L] bool) is False for padding; None if there is no padding on the left."""
     rule = getattr(backbone, "get_rope_index", None)
     if rule is None:
         return None
@@ -290,8 +285,7 @@ def positions(
 
 
 def tower_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the vision tower. Rows without images do not use these parameters,
-    and rows with images may use only some."""
+    """Yield the vision tower's parameters. Rows without images use none; others may not use all."""
     for name, parameter in backbone.named_parameters():
         if not name.startswith(f"{LANGUAGE}."):
             yield parameter

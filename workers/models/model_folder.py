@@ -1,4 +1,4 @@
-"""A model's folder: read its config.json without torch, so that mistakes are reported at once."""
+"""A model's folder: read its config.json without torch, to report mistakes at once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""Settings file of an adapter (LoRA) in the format of `peft`."""
+"""Settings file of a LoRA adapter in the format of `peft`."""
 SCALAR_HEAD = "score.weight"
-"""Weight of a scalar head, [1, hidden], without a bias."""
+"""Weight of a scalar head, [1, hidden]. There is no bias."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _SIZES = ("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 _TOKEN_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEADS_NAMES = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model")
 EXPERTS_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names that settings use for the number of experts per layer."""
+"""Names of the setting for the number of experts per layer."""
 
 
 def read_model_config(model: str | Path) -> dict[str, Any]:
-    """Read the `config.json` of a model's folder or cached Hugging Face id. Raises a UserError if
-    the model was not found. The message names the path, its contents and the closest model folder.
+    """Read `config.json` from a model's folder or cached Hugging Face id. Raises a UserError if
+    there is no such model. The message names the path, its contents and the closest model folder.
 
     >>> read_model_config("/no/such/folder")
     Traceback (most recent call last):
@@ -54,8 +54,8 @@ def _read_settings(model: str | Path, file: Path) -> dict[str, Any]:
 
 
 def _check_types(model: str | Path, file: Path, config: Mapping[str, Any]) -> None:
-    """Check the settings that Weft reads itself. `transformers` checks all settings later."""
-    # Maps each setting to its expected type, for messages, and a check of its value.
+    """Check the settings that Weft reads itself. `transformers` checks all of them later."""
+    # Maps each setting to its type, for messages, and a check of its value.
     wanted: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "model_type": ("text", lambda value: isinstance(value, str)),
         "text_config": ("an object", lambda value: isinstance(value, Mapping)),
@@ -88,7 +88,7 @@ def _is_token(value: Any) -> bool:
 
 
 def find_model_config(model: str | Path) -> Path:
-    """Return the path of `config.json` for a model's folder or cached id. Raises the same errors as
+    """Return the path of `config.json` for a model's folder or cached id. Raises the errors of
     `read_model_config`."""
     folder = find_model_folder(model, CONFIG_FILE)
     if not (folder / CONFIG_FILE).is_file():
@@ -99,8 +99,7 @@ def find_model_config(model: str | Path) -> Path:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read a model's index, which maps each tensor to its file. Raises a UserError if the index is
-    damaged."""
+    """Read a model's index, which maps tensors to files. Raises a UserError if it is damaged."""
     try:
         files = read_json(file)["weight_map"]
         if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
@@ -114,21 +113,20 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return the token ids that end a response: those in the settings, and those that end training
+    """Return the token ids that end a response: in the settings, and at the end of training
     texts."""
     named = _named_stop_tokens(model)
     return (*named, *(token for token in _end_tokens(model) if token not in named))
 
 
 def unnamed_stop_tokens(model: str | Path) -> dict[int, str]:
-    """Return token ids that end training texts but are missing in the settings, each with the code
-    that writes it."""
+    """Map token ids that end training texts, but are missing in the settings, to their origin."""
     named = _named_stop_tokens(model)
     return {token: what for token, what in _end_tokens(model).items() if token not in named}
 
 
 def stop_token_notes(model: str | Path) -> tuple[str, ...]:
-    """Return notes about the ids in `unnamed_stop_tokens`, to log when a run starts."""
+    """Return notes about `unnamed_stop_tokens`, to log when a run starts."""
     from ...dataflow.prompts.tokenizer import Tokenizer
 
     try:
@@ -147,8 +145,8 @@ def stop_token_notes(model: str | Path) -> tuple[str, ...]:
 
 
 def _end_tokens(model: str | Path) -> dict[int, str]:
-    """Return the end tokens of the model's tokenizer; empty if there is no readable tokenizer."""
-    # Imported late, because commands import this module and must print their help at once.
+    """Return the end tokens of the model's tokenizer; empty without a readable tokenizer."""
+    # Import late, because commands import this module, and must print their help at once.
     from ...dataflow.prompts.tokenizer import Tokenizer
 
     if not find_model_config(model).with_name("tokenizer.json").is_file():
@@ -160,7 +158,7 @@ def _end_tokens(model: str | Path) -> dict[int, str]:
 
 
 def _named_stop_tokens(model: str | Path) -> tuple[int, ...]:
-    """Return `eos_token_id`, which is one id or several, from `generation_config.json` or else
+    """Return `eos_token_id`, one id or several, from `generation_config.json` or else
     `config.json`. For chat models, only the former names the token that ends a turn."""
     file = find_model_config(model).with_name("generation_config.json")
     if not file.is_file() and not Path(model).expanduser().is_dir():
@@ -188,8 +186,8 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_of(settings: Mapping[str, Any]) -> int | None:
-    """Return the model's context length in tokens, including an extension by YaRN. Return None if
-    the settings leave it to the defaults of `transformers`, or if there is no limit.
+    """Return the model's context length in tokens, including an extension by YaRN; None if the
+    settings leave it to `transformers`, or there is no limit.
 
     >>> context_of({"n_positions": 1024}), context_of({"text_config": {"max_position_embeddings": 64}}), context_of({})
     (1024, 64, None)
@@ -212,8 +210,7 @@ def num_heads(settings: Mapping[str, Any]) -> int | None:
 
 
 def head_dim(settings: Mapping[str, Any]) -> int | None:
-    """Return the size of an attention head: as given, or hidden size divided by number of heads, or
-    None if settings are missing.
+    """Return the size of an attention head, given or computed from hidden size and heads, or None.
 
     >>> head_dim({"hidden_size": 64, "num_attention_heads": 2}), head_dim({})
     (32, None)
@@ -224,8 +221,8 @@ def head_dim(settings: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(settings: Any) -> int | None:
-    """Return the number of experts per layer, or None if the model is not a mixture of experts.
-    `settings` are text settings that `transformers` has completed (`complete_text_settings`)."""
+    """Return the number of experts per layer; None if the model is not a mixture of experts.
+    `settings` is the result of `complete_text_settings`."""
     counts = (getattr(settings, name, None) for name in EXPERTS_NAMES)
     return next((count for count in counts if isinstance(count, int) and count > 1), None)
 
@@ -236,8 +233,7 @@ def _first(settings: Mapping[str, Any], names: Iterable[str]) -> int | None:
 
 @contextmanager
 def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> Iterator[None]:
-    """Turn an error of `transformers` into a UserError that says which model cannot be used for
-    what.
+    """Turn an error of `transformers` into a UserError that names the model and its intended use.
 
     >>> with refusals_named("gpt-9", "cannot be trained"):
     ...     raise KeyError("gpt9")
@@ -250,7 +246,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
         raise
     except Exception as error:  # settings of wrong types or sizes can fail anywhere
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-        # A first line that ends with a colon only announces the reason, so add the second.
+        # After a first line that ends with a colon, the second has the reason.
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         where = "" if file is None else f"; correct {file}, or fetch it again"
         raise UserError(
@@ -259,7 +255,7 @@ def refusals_named(model: str | Path, cannot: str, file: Path | None = None) -> 
 
 
 def complete_text_settings(model: str | Path) -> Any:
-    """Return the text settings, completed by `transformers`. Importing it takes seconds."""
+    """Return the text settings, completed by `transformers`. The import takes seconds."""
     from transformers import AutoConfig
 
     file = find_model_config(model)
@@ -268,7 +264,7 @@ def complete_text_settings(model: str | Path) -> Any:
 
 
 def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that `transformers` has a causal language model of this type that can be trained."""
+    """Check that `transformers` has a trainable causal language model of this type."""
     kind, quantised = settings.get("model_type"), settings.get("quantization_config")
     known = causal_lm_types()
     why = None
@@ -284,7 +280,7 @@ def check_causal_lm(model: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 def sees_images(settings: Mapping[str, Any]) -> bool:
-    """Return whether `transformers` knows this type only as a model of images and text.
+    """Return whether `transformers` has this type only as a model of images and text.
 
     >>> sees_images({"model_type": "qwen2_5_vl"}), sees_images({"model_type": "qwen2"}), sees_images({"model_type": "gemma3"})
     (True, False, False)
@@ -295,7 +291,7 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
 
 
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that a model of this type can have a scalar head. Models that read images cannot."""
+    """Check that a model of this type can have a scalar head: it must not read images."""
     if sees_images(settings):
         raise UserError(
             f"model {str(model)!r} (type {settings['model_type']!r}) reads images, and such "
@@ -304,15 +300,14 @@ def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 def causal_lm_types() -> frozenset[str]:
-    """Return the model types of causal language models in `transformers`; empty if they are
-    unknown."""
+    """Return the types of causal language models in `transformers`; empty if unknown."""
     return _types("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 
 
 @functools.cache
 def _types(table: str) -> frozenset[str]:
-    """Return the model types in a table of `transformers`. The file is parsed, because importing it
-    would take seconds and import torch. Empty if the file has an unexpected format."""
+    """Return the model types in a table of `transformers`; empty if the file has an unexpected
+    format. Parses the file, because its import would take seconds and import torch."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
@@ -325,23 +320,22 @@ def _types(table: str) -> frozenset[str]:
     return frozenset(re.findall(r'\("([\w.-]+)", "\w+"\)', content.group(1)) if content else ())
 
 
-# Vocabulary checks: all token ids of the tokenizer, the settings and the rows of a source must be
-# in the model's vocabulary. A larger id would crash a worker in its embedding layer.
+# Vocabulary checks: all token ids of tokenizer, settings and rows must be in the model's
+# vocabulary. A larger id would crash a worker in its embedding layer.
 
 
 _IDS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 _NAMED = ("bos_token", "eos_token", "unk_token")
-"""Special tokens that are used even if no text contains them. Padding tokens are not among them."""
+"""Special tokens that models use even if no text contains them. Padding is not one of them."""
 
 
 def read_vocabulary(model: str | Path) -> int | None:
-    """Return the number of token ids that a model has, or None if `config.json` does not say."""
+    """Return the number of token ids of a model; None if `config.json` does not say."""
     return text_settings(read_model_config(model)).get("vocab_size")
 
 
 def check_vocabulary(model: str | Path, source: Source) -> None:
-    """Check that all token ids in use are in the vocabulary. Raises a UserError that names one that
-    is not."""
+    """Check that the vocabulary has all token ids in use. Raises a UserError that names one."""
     size = read_vocabulary(model)
     if size is None:
         return
@@ -366,7 +360,7 @@ def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
 
 def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
     """Yield the largest id of the tokenizer's ordinary tokens, and the ids of its named special
-    tokens. Other special tokens may have larger ids, because they only occur in texts that spell
+    tokens. Other special tokens may have larger ids, because they occur only in texts that spell
     them: Gemma 3's text models lack the image token."""
     file = find_model_config(model).with_name("tokenizer.json")
     if not file.is_file():
@@ -383,11 +377,10 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
             yield f"in the tokenizer of {model}, the id of {name} is", ids[content]
 
 
-# The two unused arguments are part of the cache key, so that a changed file is read again.
+# The unused arguments are part of the cache key, so that a changed file is read again.
 @functools.lru_cache(maxsize=4)
 def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
-    """Return the largest id of an ordinary token (-1 if there is none), and the ids of special
-    tokens by text."""
+    """Return the largest ordinary token id (-1 for none), and special tokens' ids by text."""
     content = _read(file)
     vocabulary = (content.get("model") or {}).get("vocab") or {}
     added = [token for token in content.get("added_tokens") or () if isinstance(token.get("id"), int)]
@@ -411,8 +404,7 @@ def _of_rows(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if it is missing or damaged, which is reported
-    elsewhere."""
+    """Read a JSON file; empty if it is missing or damaged, which other checks report."""
     try:
         return read_json(file)
     except (OSError, UserError):

@@ -21,11 +21,11 @@ from ...dataflow.runs.files import make_folder
 from .model_folder import CONFIG_FILE, read_index
 from .weight_files import read_header
 
-# One process of a node does the work; the others wait, and report its progress.
+# One process of a node does the work. The others wait, and report its progress.
 
 
 WAIT_S = 7200.0
-"""[s] Longest wait for another process of the node."""
+"""[s] Maximum wait for another process of the node."""
 _POLL_S = 0.5
 _LOOK_S = 2.0
 """[s] Polling interval for progress."""
@@ -33,10 +33,10 @@ _LOOK_S = 2.0
 
 @contextmanager
 def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a lock file, which only one process of the node can do at a time. If a process dies, its
-    lock is released. The file and its folder are created if missing. Several users may share the
-    file. `what` names the work in messages. Raises OSError if the file can be neither created nor
-    read, and RunError if its holder did not release it in time."""
+    """Hold a lock file, which one process of the node can do at a time. A process that dies
+    releases the lock. Creates the file and its folder if missing; several users may share the file.
+    `what` names the work in messages. Raises OSError if the file can be neither created nor read,
+    and RunError if the holder did not release it in time."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open_lock(lock)
     try:
@@ -57,8 +57,7 @@ def once_a_node(lock: Path, what: str, *, wait_s: float = WAIT_S) -> Iterator[No
 
 @contextmanager
 def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
-    """Call `advance` from a thread whenever the size of a folder's files changes, whichever process
-    writes to it."""
+    """Call `advance` from a thread when the size of a folder changes, whichever process writes."""
     over = threading.Event()
 
     def look() -> None:
@@ -79,8 +78,7 @@ def growth_told(folder: Path, advance: Callable[[], None]) -> Iterator[None]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the total size in bytes of the files in a folder. The folder may be missing or be
-    renamed meanwhile."""
+    """Return the total size of a folder's files [bytes]. The folder may be missing or renamed."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -91,7 +89,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _open_lock(lock: Path) -> int:
-    """Open a lock file. The process that creates it makes it writable for all users."""
+    """Open a lock file. Its creator makes it writable for all users."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
@@ -111,14 +109,13 @@ def _takes_lock(descriptor: int) -> bool:
     return True
 
 
-# Folder copies: cache the folder of a model or tokenizer that only another node has.
+# Folder copies: a cache of model and tokenizer folders that only another node has.
 #
 #     CACHE/folders/qwen2-3f5a.../        a complete copy, named after its contents
 #     CACHE/folders/.qwen2-3f5a.../       an unfinished copy; the next process restarts it
 #     CACHE/folders/.qwen2-3f5a....lock   held by the process of the node that writes the copy
 #
-# The cache is in `~/.cache/weft`, or in `WEFT_CACHE` if that is set. Each new copy deletes copies
-# that have not been used for MAX_AGE_S.
+# The cache is in `~/.cache/weft` or `WEFT_CACHE`. A new copy deletes copies unused for MAX_AGE_S.
 
 
 MARKS = (
@@ -128,15 +125,14 @@ MARKS = (
     "tokenizer.model",
     "adapter_config.json",
 )
-"""A folder with one of these files contains a model or a tokenizer."""
+"""A folder with one of these files has a model or tokenizer."""
 PIECE_BYTES = 16 << 20
 MAX_AGE_S = 30 * 86400.0
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FOREIGN = (".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 """Suffixes of weight files in unsupported formats."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Number of places to compare in a file whose format has no known tensors, and bytes to compare at
-each."""
+"""Number of places to compare in a file without known tensors, and bytes to compare at each."""
 _SMALL_BYTES = 32 << 20
 """[bytes] Files up to this size are compared completely."""
 
@@ -147,13 +143,11 @@ class FolderListing:
 
     name: str
     contents: str
-    """Checksum of all names and sizes, of all small files, and of samples of each tensor. It is
-    equal for the same model on two nodes."""
+    """Checksum of names, sizes, small files and tensor samples; equal for equal models."""
     key: str
-    """Name of the copy. It also depends on modification times, because samples may miss a
-    change."""
+    """Name of the copy. It also depends on modification times, because samples may miss changes."""
     files: Mapping[str, int]
-    """Maps file names to sizes in bytes."""
+    """Maps file names to sizes [bytes]."""
 
     @property
     def num_bytes(self) -> int:
@@ -165,14 +159,13 @@ def is_model_folder(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, weights: bool) -> FolderListing:
-    """List the files of a model that workers read or, unless `weights` is set, those of its
-    tokenizer."""
+    """List the files of a model that workers read; without `weights`, those of its tokenizer."""
     found = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     has_safetensors = any(path.suffix == ".safetensors" for path in found)
     kept: dict[str, int] = {}
     contents, times = hashlib.sha256(), hashlib.sha256()
     for path in found:
-        # `transformers` prefers safetensors, so files in torch's format are not needed beside them.
+        # `transformers` prefers safetensors, so skip files in torch's format beside them.
         is_kept = not has_safetensors or path.suffix == ".safetensors"
         if path.suffix in _FOREIGN or (path.suffix in _WEIGHTS and not (weights and is_kept)):
             continue
@@ -186,11 +179,11 @@ def list_folder(folder: Path, *, weights: bool) -> FolderListing:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """Return a checksum of a file: of the whole file if it is small, otherwise of samples."""
+    """Return a checksum of a file: of all bytes if it is small, otherwise of samples."""
     with path.open("rb") as file:
         if size <= _SMALL_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        # Samples are both ends, places at even distances, and the middle of each tensor.
+        # Samples: both ends, places at even distances, and the middle of each tensor.
         places = [0, size - _SAMPLE_BYTES, *(size * i // _SAMPLES for i in range(1, _SAMPLES))]
         if path.suffix == ".safetensors":
             with suppress(ValueError):
@@ -203,7 +196,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def read_piece(path: Path, start: int) -> tuple[bytes, bytes]:
-    """Return a piece of a file, at most PIECE_BYTES long, and its checksum."""
+    """Return a piece of a file, at most PIECE_BYTES, and its checksum."""
     with path.open("rb") as file:
         file.seek(start)
         piece = file.read(PIECE_BYTES)
@@ -222,16 +215,16 @@ def copy_of(
     advance: Callable[[], None] = lambda: None,
 ) -> Path:
     """Return the cached copy of a folder. If it is missing, one process of the node writes it.
-    `pieces` yields the pieces of a file of the given size, each with its checksum. `advance` is
-    called whenever more data has arrived, in whichever process of the node. Raises UserError if the
-    cache is not writable or has no room, and WorkerError if data arrived damaged."""
+    `pieces` yields the pieces of a file of the given size with their checksums. Calls `advance`
+    when data arrives, in whichever process of the node. Raises UserError if the cache is not
+    writable or full, and WorkerError if data arrived damaged."""
     cache = cache_folder()
     copy, partial = cache / listing.key, cache / f".{listing.key}"
     try:
         make_folder(cache)
         lock = Path(f"{partial}.lock")
         with growth_told(partial, advance), once_a_node(lock, f"copies {listing.name}"):
-            # Another process may have written the copy while this one waited for the lock.
+            # Another process may have written it while this one waited for the lock.
             if not copy.is_dir():
                 free = shutil.disk_usage(cache).free
                 if free < listing.num_bytes:
@@ -289,30 +282,29 @@ def pieces_of(size: int) -> Iterator[int]:
 def node_folder(
     model: str | Path, *, wait_s: float = WAIT_S, advance: Callable[[], None] = lambda: None
 ) -> Path:
-    """Return the folder of a model with its weights. Download it if necessary. (The driver has
-    checked a Hugging Face id only on its own node.) `advance` is called whenever more has been
-    downloaded, by whichever process of the node. Raises UserError if the model does not exist or
-    cannot be downloaded, and RunError if another process did not finish the download in time."""
+    """Return the folder of a model with its weights, after a download if necessary. Calls `advance`
+    when data arrives, in whichever process of the node. Raises UserError if the model does not
+    exist or cannot be downloaded, and RunError if another process downloads it too slowly."""
     if Path(model).expanduser().is_dir() or not _may_be_downloaded(model):
         return find_model_folder(model, CONFIG_FILE)
     found = cached_folder(model, weights=True)
     if found is None:
         with _one_of_the_node(str(model), wait_s, advance):
-            # Another process may have downloaded it while this one waited.
+            # Another process may have downloaded it in the meantime.
             found = cached_folder(model, weights=True) or _download(str(model))
     return found
 
 
 def cached_folder(name: str | Path, *, weights: bool) -> Path | None:
-    """Return this node's cached snapshot of a Hugging Face id, or None if it is incomplete or the
-    name is not an id. With `weights`, it must contain a model with all its weights."""
+    """Return this node's cached snapshot of a Hugging Face id; None if it is incomplete or the name
+    is no id. `weights` requires a model with all its weights."""
     marks = (CONFIG_FILE,) if weights else MARKS
     found = next((path for mark in marks if (path := find_cached(name, mark)) is not None), None)
     return found.parent if found is not None and (not weights or _has_weights(found.parent)) else None
 
 
 def _may_be_downloaded(model: str | Path) -> bool:
-    """Return whether a name is a Hugging Face id, and not the path of a missing folder."""
+    """Return whether a name is a Hugging Face id, not the path of a missing folder."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:

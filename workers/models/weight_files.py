@@ -1,4 +1,4 @@
-"""Weight files: read safetensors headers without torch, so that bad files are reported early."""
+"""Weight files: read safetensors headers without torch, to report bad files early."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 INTEGERS: Mapping[str, int] = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 DTYPES: Mapping[str, int] = {**FLOATS, **INTEGERS}
-"""Supported dtypes of these files, with their bytes per element."""
+"""Maps supported dtypes of these files to bytes per element."""
 _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
 class _TensorEntry:
-    """The entry of a tensor in a header."""
+    """A tensor's entry in a header."""
 
     file: Path
     dtype: str
-    """Name of the dtype in the safetensors format."""
+    """Dtype in the safetensors format."""
     shape: tuple[int, ...]
     start: int
-    """Offset in the file of the first byte; `end` is one past the last."""
+    """Offset of the first byte in the file; `end` is one past the last."""
     end: int
 
 
 Header = tuple[dict[str, _TensorEntry], dict[str, str]]
-"""The entries of a file's tensors by name, and the file's metadata."""
+"""A mapping from tensor names to entries, and the file's metadata."""
 
 
 def read_header(file: Path) -> Header:
-    """Return the entries of a safetensors file by tensor name, and the file's metadata.
+    """Return the header of a safetensors file.
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: the file is damaged, or not in safetensors format; the message names it.
+        ValueError: the file is damaged or not a safetensors file. The message names it.
     """
     size = file.stat().st_size
     with open_file(file) as opened:
         first = opened.read(8)
         start = 8 + int.from_bytes(first, "little")
         if len(first) < 8 or start > size:
-            # A clone made without Git LFS has a small text file in place of the weights.
+            # A clone without Git LFS has a small text file in place of the weights.
             if (first + opened.read(len(_POINTER))).startswith(_POINTER):
                 raise ValueError(
                     f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
@@ -71,7 +71,7 @@ def read_header(file: Path) -> Header:
             f"{file} is damaged or not a safetensors file: the header cannot be read"
         ) from None
     end = max((entry.end for entry in entries.values()), default=start)
-    # The header can be complete even if the download was interrupted.
+    # The header may be complete even if the download was interrupted.
     if end != size:
         raise ValueError(f"{file} is {size} bytes, not {end} as its header says; fetch or copy it again")
     for name, entry in entries.items():
@@ -93,8 +93,8 @@ def _entry(file: Path, start: int, about: Any) -> _TensorEntry:
 
 
 def weight_files(model: str | Path, folder: Path) -> list[Path]:
-    """Return the safetensors files of a model; empty if it has none. `model` names the model in
-    messages. Raises a UserError if the index is damaged or names a missing file."""
+    """Return a model's safetensors files; empty without any. `model` names the model in messages.
+    Raises a UserError if the index is damaged or names a missing file."""
     if (folder / FILE).is_file():
         return [folder / FILE]
     if not (folder / INDEX).is_file():
@@ -110,8 +110,7 @@ def weight_files(model: str | Path, folder: Path) -> list[Path]:
 
 @contextmanager
 def damage_named(model: str | Path) -> Iterator[None]:
-    """Turn errors that occur while a model's files are read into a UserError that names the
-    model."""
+    """Turn errors in reading a model's files into a UserError that names the model."""
     try:
         yield
     except OSError as error:
@@ -123,9 +122,8 @@ def damage_named(model: str | Path) -> Iterator[None]:
 
 
 def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
-    """Return the entries of all tensors in a model's safetensors files, by name; empty if it has
-    none. Raises a UserError if a file is damaged, missing, or lacks a tensor that the index
-    lists."""
+    """Map tensor names to entries in a model's safetensors files; empty without files. Raises a
+    UserError if a file is damaged, missing, or lacks a tensor of the index."""
     files = weight_files(model, folder)
     found: dict[str, _TensorEntry] = {}
     with damage_named(model):
@@ -141,8 +139,8 @@ def stored_tensors(model: str | Path, folder: Path) -> dict[str, _TensorEntry]:
 
 
 def check_weights(model: str | Path, *, trained: bool) -> None:
-    """Find mistakes in the headers of a model's files, if the model is a folder. If the model is
-    `trained`, its weights must be floating-point. Raises a UserError that names the file."""
+    """Check the headers of a model's files, if the model is a folder. If `trained`, weights must be
+    floating-point. Raises a UserError that names the file."""
     if not Path(model).expanduser().is_dir():
         return
     folder = find_model_config(model).parent
@@ -155,7 +153,7 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
                 "it was made and write it with save_pretrained()"
             )
     for name, entry in stored.items():
-        # Buffers may be integers; only weights need a gradient.
+        # Only weights need a gradient; buffers may be integers.
         if trained and entry.dtype not in (FLOATS if name.endswith(".weight") else DTYPES):
             raise UserError(
                 f"model {str(model)!r} cannot be trained: {name!r} in {entry.file.name} has "
@@ -164,8 +162,8 @@ def check_weights(model: str | Path, *, trained: bool) -> None:
 
 
 def _not_only_tensors(file: Path) -> str:
-    """Return why a file of `torch.save` contains more than tensors, or "" if it does not. Only the
-    names in its pickle are read; no code is executed."""
+    """Return why a file of `torch.save` contains more than tensors, or "". Reads only the names in
+    its pickle, and runs no code."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
@@ -178,8 +176,7 @@ def _not_only_tensors(file: Path) -> str:
             with file.open("rb") as opened:
                 found = _foreign_names(opened)
                 with suppress(ValueError):
-                    # After the magic number come the protocol, system information, tensors, and
-                    # storage keys.
+                    # Then follow protocol, system information, tensors and storage keys.
                     for _ in range(4):
                         found += _foreign_names(opened)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -189,8 +186,7 @@ def _not_only_tensors(file: Path) -> str:
 
 
 def _foreign_names(pickled: IO[bytes]) -> list[str]:
-    """Return the functions and classes that a pickle refers to, except those that rebuild
-    tensors."""
+    """Return the functions and classes in a pickle, except those that rebuild tensors."""
     texts: list[str] = []
     named: list[str] = []
     for code, argument, _ in pickletools.genops(pickled):
@@ -205,7 +201,7 @@ def _foreign_names(pickled: IO[bytes]) -> list[str]:
 
 
 def find_tensor(model: str | Path, name: str) -> Path | None:
-    """Return the safetensors file of a model that contains this tensor, or None."""
+    """Return the safetensors file of a model that has this tensor, or None."""
     folder = find_model_config(model).parent
     if (folder / FILE).is_file() or not (folder / INDEX).is_file():
         entry = stored_tensors(model, folder).get(name)

@@ -1,7 +1,7 @@
-"""Concurrent calls of asynchronous reward functions on one rank, with retries and a rate limit.
+"""Concurrent calls of asynchronous reward functions on a rank, with retries and a rate limit.
 
-The calls run on a separate event loop in a separate thread. So a function can keep sessions open
-between calls, and calls work in programs whose loop is running, such as notebooks.
+The calls run on an event loop in a separate thread. So a function can keep sessions open between
+calls, and calls work in programs with a running loop, such as notebooks.
 """
 
 from __future__ import annotations
@@ -27,38 +27,37 @@ from .function import Reward, as_failure
 from .main_thread import ForkedCaller, portable_result, signals_noticed
 
 CLOSE_S = 10.0
-"""[s] Longest wait for the thread to end."""
+"""[s] Maximum wait for the thread to end."""
 PAUSE_S = 0.5
-"""[s] Pause before the first retry of an asynchronous call. It doubles with each retry, up to
-LONGEST_PAUSE_S."""
+"""[s] Pause before the first retry of an asynchronous call. It doubles, up to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass
 class _Limits:
-    """Concurrency and rate limits of a function. Used only in the loop's thread."""
+    """Concurrency and rate limits of a function. Only the loop's thread uses them."""
 
     places: asyncio.Semaphore
     begins_s: float = 0.0
-    """Earliest start of the next call, by the clock of the loop."""
+    """Earliest start of the next call, by the loop's clock."""
 
 
 @dataclass
 class _AsyncCalls:
     _loop: asyncio.AbstractEventLoop | None = None
     _beat: Future[None] | None = None
-    """A no-op coroutine that the last call of `is_alive` scheduled."""
+    """A no-op coroutine, scheduled by the last call of `is_alive`."""
     _thread: threading.Thread | None = None
     _functions: dict[int, Callable[..., Any]] = field(default_factory=dict[int, Callable[..., Any]])
-    """Functions that have been called, and may need to be closed."""
+    """Functions that were called, and may need to be closed."""
     _limits: dict[int, _Limits] = field(default_factory=dict[int, _Limits])
 
     def start(
         self, reward: Reward, call: Callable[[], Awaitable[Any]], deadline_s: float | None
     ) -> Future[Any]:
-        """Start a call as soon as the limits of its function allow. Return a future with the
-        result, or with the exception of the last try. `call` creates a new awaitable for each try.
-        Each try may take `deadline_s` seconds."""
+        """Start a call as soon as its function's limits allow. Return a future with the result or
+        the last try's exception. `call` creates an awaitable for each try. A try may take
+        `deadline_s` seconds."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             turning = (self._loop,)
@@ -72,8 +71,7 @@ class _AsyncCalls:
         return self._loop is not None
 
     def is_alive(self) -> bool:
-        """Return whether the loop responds. It does not while a function blocks it, which stops all
-        other functions too."""
+        """Return whether the loop responds. While a function blocks it, all others wait too."""
         is_alive = self._beat is None or self._beat.done()
         if is_alive and self._loop is not None:
             self._beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
@@ -96,15 +94,14 @@ class _AsyncCalls:
                 if reward.per_second is not None:
                     now = asyncio.get_running_loop().time()
                     begins_s = max(now, limits.begins_s)
-                    # Reserve the time slot before sleeping, because other calls reserve theirs
-                    # meanwhile.
+                    # Reserve the time slot before other calls reserve theirs.
                     limits.begins_s = begins_s + 1 / reward.per_second
                     await asyncio.sleep(begins_s - now)
                 try:
                     return await asyncio.wait_for(_awaited(call()), deadline_s)
                 except TimeoutError as error:
                     if attempt == reward.retries:
-                        # Only a TimeoutError that the function raised has a text.
+                        # Only the function's own TimeoutError has a text.
                         why = str(error) or f"{reward.title} took longer than {deadline_s:g} s"
                         raise TimeoutError(why) from None
                 except Exception:
@@ -123,8 +120,7 @@ class _AsyncCalls:
 
 
 async def _awaited(call: Awaitable[Any]) -> Any:
-    """Return the result of a call. A `SystemExit`, which would end the loop and all other calls,
-    becomes a failure of this call only."""
+    """Return a call's result. A `SystemExit` fails only this call, instead of ending the loop."""
     try:
         return await call
     except NeedsMainThread:
@@ -155,13 +151,12 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
 
 
 Logged = list[tuple[str, float]]
-"""Metrics that functions have logged."""
+"""Metrics that functions log."""
 
 
 class Caller:
-    """Calls plain functions in this thread. If one has tried to set a signal handler outside the
-    main thread, later calls run in a child process. If a function returns an awaitable, `calls`
-    awaits it."""
+    """Calls plain functions in this thread. If a function returns an awaitable, `calls` awaits it.
+    Functions that set signal handlers outside the main thread move to a child process."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self.rewards = rewards
@@ -208,16 +203,16 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
     }
     try:
         result = reward.call_function(arguments, log)
-        if inspect.isawaitable(result):  # a wrapper hides that the function is asynchronous
-            # An awaitable can be awaited only once, so each retry calls the function again.
+        if inspect.isawaitable(result):  # a wrapper hid that the function is asynchronous
+            # Each retry calls the function again, because an awaitable can be awaited only once.
             tries = itertools.chain([result], iter(lambda: reward.call_function(arguments, log), None))
             future = calls.start(reward, lambda: next(tries), None)
             try:
                 result = future.result()
             finally:
-                # The deadline may interrupt `result()`, which would leave the call in flight.
+                # The deadline may interrupt `result()` and leave the call in flight.
                 future.cancel()
-    # Errors that control Weft or the debugger must pass unchanged, as any `Exception` does.
+    # Errors that control Weft or the debugger pass unchanged, like any `Exception`.
     except (Exception, NeedsMainThread, BdbQuit, Ended, Silent, Cancelled, Planned):
         raise
     except KeyboardInterrupt as error:
@@ -233,12 +228,12 @@ def _called(reward: Reward, arguments: Mapping[str, Any], calls: _AsyncCalls) ->
 
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGVTALRM)
-"""The signal that interrupts the main thread. `SIGALRM` and its timer are left to user code:
-graders such as math-verify set and clear them."""
+"""Signal that interrupts the main thread. `SIGALRM` and its timer belong to user code: graders such
+as math-verify set and clear them."""
 
 
 class _Watch:
-    """A thread that sends the main thread a signal at a deadline, and repeatedly after it."""
+    """A thread that signals the main thread at a deadline, and repeatedly after it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -251,7 +246,7 @@ class _Watch:
         """Set when to send the signal, by the monotonic clock; infinity disables it."""
         self._due_s = due_s
         if due_s >= self._wakes_s and self._thread is not None and self._thread.is_alive():
-            return  # the thread checks earlier, so calls that end in time cost no thread switch
+            return  # the thread checks earlier, so calls that end in time need no thread switch
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a fork has no threads
                 self._thread = threading.Thread(target=self._work, name="deadline", daemon=True)
@@ -279,13 +274,13 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def deadline(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise TimeoutError in the `with` block after this many seconds, and repeatedly until the
-    block ends. None disables the deadline. `what` names the block in messages.
+    """Raise TimeoutError in the `with` block after this many seconds (None: never), and repeatedly
+    until the block ends. `what` names the block in messages.
 
-    Code that catches the error still fails at the end of the block. The deadline does not use
-    `SIGALRM`, so the block may call `signal.alarm`. A handler or timer that it leaves behind is
-    removed. Deadlines work only on the main thread, and other threads log a warning. They cannot
-    interrupt C functions. A program that is stopped in a debugger is not interrupted.
+    Code that catches the error still fails at the end of the block. The block may call
+    `signal.alarm`, because the deadline does not use `SIGALRM`; a handler or timer that it leaves
+    behind is removed. Deadlines work only on the main thread; other threads warn. They interrupt
+    neither C functions nor a program that is stopped in a debugger.
     """
     if threading.current_thread() is not threading.main_thread():
         if seconds is not None:
@@ -317,7 +312,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
         finally:
             armed = False
             _watch.set(math.inf)
-            # A signal may arrive just after its deadline was met.
+            # A signal may arrive after a block that ended in time.
             is_set = before is not None and before != signal.SIG_DFL
             signal.signal(SIGNAL, before if is_set else lambda number, frame: None)
         if rung:
@@ -326,7 +321,7 @@ def deadline(seconds: float | None, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_alarm() -> Iterator[None]:
-    """Restore the handler and the timer of `SIGALRM` after the block."""
+    """Restore the handler and timer of `SIGALRM` after the block."""
     handler, since_s = signal.getsignal(signal.SIGALRM), time.monotonic()
     left_s, each_s = signal.getitimer(signal.ITIMER_REAL)
     try:
@@ -334,7 +329,7 @@ def _own_alarm() -> Iterator[None]:
     finally:
         if left_s:
             passed_s = time.monotonic() - since_s
-            # A time of 0 would disable the timer.
+            # 0 would disable the timer.
             signal.setitimer(signal.ITIMER_REAL, max(left_s - passed_s, 1e-3), each_s)
         elif signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""Reward: a reward function with its name and weight, called according to its signature."""
+"""Reward: a reward function with a name and weight, called according to its signature."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .signature import ANSWERS, RewardRows, Signature, find_signature
 
 
 class Reward(Config):
-    """A reward function with options. If the defaults fit, `RewardWorker(function=...)` also takes
-    the plain function."""
+    """A reward function with options. `RewardWorker(function=...)` also takes plain functions."""
 
     function: Callable[..., Any]
     """Required. Set it to the reward function or a grader. `functools.partial` binds further
@@ -37,18 +36,17 @@ class Reward(Config):
     """Call a function in Weft's form once for all samples: each argument is a list, and so is the
     result. Set it for a function that is faster in batches."""
     part: str = ""
-    """Key of the reward in a dictionary that the function returns. Empty selects "reward" or
+    """Key of the reward in a dictionary that the function returns; empty selects "reward" or
     "score", or else the sum of all values. Set it if the reward has another key."""
     concurrency: int = pydantic.Field(default=64, ge=1, le=100_000)
     """[calls] Maximum number of asynchronous calls in flight per rank. Lower it if a service
     rejects calls; raise it if the service is idle."""
     retries: int = pydantic.Field(default=0, ge=0)
     """[calls] Number of retries for an asynchronous call that raises. The first retry waits 0.5 s;
-    each later one waits twice as long as the one before. Raise it for a service that fails
-    occasionally."""
+    each later one waits twice as long as the one before. Raise it for an unreliable service."""
     per_second: float | None = pydantic.Field(default=None, gt=0)
-    """[calls/s] Rate limit for asynchronous calls per rank; None disables it. Set it to the limit
-    of a service, divided by the number of ranks."""
+    """[calls/s] Rate limit for asynchronous calls per rank; None disables it. Set it to a service's
+    limit, divided by the number of ranks."""
 
     retired: ClassVar[Mapping[str, str]] = {
         "pause_s": "the first retry comes after half a second",
@@ -81,7 +79,7 @@ class Reward(Config):
 
     @cached_property
     def signature(self) -> Signature | None:
-        """The signature, if another library defines it; None for Weft's own."""
+        """The signature, if another library defines it; otherwise None."""
         return find_signature(list(self._takes.parameters))
 
     @cached_property
@@ -98,7 +96,7 @@ class Reward(Config):
 
     @cached_property
     def is_async(self) -> bool:
-        """Whether a call returns an awaitable. This depends on the callable itself, and not on a
+        """Whether a call returns an awaitable. This depends on the callable itself, not on a
         function that it wraps."""
         own = self.function
         while isinstance(own, functools.partial):
@@ -111,8 +109,7 @@ class Reward(Config):
 
     @property
     def may_return_parts(self) -> bool:
-        """Whether the function may return a dictionary, according to its library or its
-        annotation."""
+        """Whether the function may return a dictionary, according to its library or annotation."""
         returns = str(self._takes.return_annotation).lower()
         annotated = bool(self.part) or "dict" in returns or "mapping" in returns
         return annotated or (self.signature is not None and self.signature.returns_parts)
@@ -153,7 +150,7 @@ class Reward(Config):
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Required ground truths, by the names that other libraries give them."""
+        """Required ground truths, under other libraries' names."""
         if self.signature is None:
             return ()
         named = tuple(p.name for p in self._columns if p.default is p.empty and p.name in ANSWERS)
@@ -193,7 +190,7 @@ class Reward(Config):
         wanted = [p.name for p in self._columns if p.name in samples or p.default is p.empty]
         columns |= {name: samples[name] for name in wanted}
         if self.signature is None and str(PROMPT) not in columns and PROMPT_IDS in samples.rows:
-            # A source may have token ids alone.
+            # A source may have only token ids.
             columns |= {p.name: samples.prompts for p in self._columns if p.name == str(PROMPT)}
         if self.signature is not None:
             taken = {p.name for p in self._open} | (
@@ -208,8 +205,8 @@ class Reward(Config):
         return {**columns, str(RESPONSE): samples.responses} if self.takes_text else columns
 
     def call_function(self, arguments: Mapping[str, Any], log: Mapping[str, Callable[..., None]]) -> Any:
-        """Call the function with the arguments of one sample or of all. If it takes callbacks, pass
-        those in `log` by name. An asynchronous function returns an awaitable."""
+        """Call the function with the arguments of one sample or of all, and with the callbacks in
+        `log` that it takes. An asynchronous function returns an awaitable."""
         named = dict(arguments)
         by_position = self.signature.gives if self.signature and self.signature.positional else ()
         if "args" in by_position and "args" in self._fixed:
@@ -226,7 +223,7 @@ class Reward(Config):
 
 
 def _takes_none(annotation: Any) -> bool:
-    """Return whether a parameter accepts None. One without a type does."""
+    """Return whether a parameter accepts None, as one without a type does."""
     said = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return annotation is inspect.Parameter.empty or any(
         word in said for word in ("None", "Optional", "Any", "object")
@@ -234,8 +231,7 @@ def _takes_none(annotation: Any) -> bool:
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Turn any exception of a reward function into one that fails its sample, but ends neither the
-    process nor the loop.
+    """Turn any exception of a reward function into one that fails only its sample.
 
     >>> as_failure(SystemExit(3)), as_failure(GeneratorExit("gone"))
     (RuntimeError('it ended with SystemExit(3)'), RuntimeError("it raised GeneratorExit('gone')"))
@@ -247,8 +243,7 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a callable. For a wrapper that takes only `*args` and `**kwargs`,
-    return the signature of the wrapped function.
+    """Return a callable's signature, or the wrapped one if it takes only `*args` and `**kwargs`.
 
     >>> def inner(response: str, answer: str) -> float: ...
     >>> @functools.wraps(inner)
@@ -262,7 +257,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
         def stands_for(*_: Any, **__: Any) -> None: ...
 
-        # `inspect` then removes the arguments that the partial fixes.
+        # `inspect` removes the arguments that the partial fixes.
         stands_for.__signature__ = signature_of(function.func)  # pyright: ignore[reportFunctionMemberAccess]
         return inspect.signature(functools.partial(stands_for, *function.args, **function.keywords))
     if inspect.ismethod(function):
@@ -288,7 +283,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_of(function: Any) -> str:
-    """Return a readable name: of a function, of a partial's function, or of a callable object's
-    class."""
+    """Return a readable name: of a function, a partial's function, or a callable object's class."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__qualname__", type(inner).__name__)

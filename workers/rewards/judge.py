@@ -30,20 +30,17 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 {response}
 </response>"""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
-"""HTTP status codes that cause a retry."""
+"""HTTP status codes to retry."""
 RETRIES = 3
 """Number of retries if there is no reply or its status is in `REPEATED`. The pause doubles with
-each retry, up to LONGEST_PAUSE_S. A sample that still fails is requeued, and tried two more
-times."""
+each retry, up to LONGEST_PAUSE_S. Weft requeues a sample that still fails, up to two times."""
 LONGEST_PAUSE_S = 30.0
 REPLY_S, TOKEN_S = 60.0, 0.1
-"""[s] Time limit of a request: the first number, or the second for each of its `max_tokens` if that
-is longer."""
+"""[s] Time limit of a request: the first, or the second for each of its `max_tokens` if longer."""
 
 
 class Judge(Config):
-    """A reward function that asks a model to score a response, and maps the score to a reward of 0
-    to 1.
+    """A reward function that asks a model for a score, and maps the score to a reward from 0 to 1.
 
     >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b")
     >>> judge.reward_in("Sound, but wordy.\\nScore: 8/10")
@@ -54,19 +51,18 @@ class Judge(Config):
     """Required. Set it to the address of the server up to `/v1`, without a key:
     `http://127.0.0.1:8000/v1`."""
     model: str
-    """Required. Set it to the name of the model on the server."""
+    """Required. Set it to the model's name on the server."""
     question: str = QUESTION
     """Prompt for the judge. Weft replaces `{prompt}`, `{response}`, `{answer}`, `{lowest}` and
-    `{highest}` by their values. Set one that names the criteria of your task."""
+    `{highest}` by their values. Set one that names your task's criteria."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, which contains the score. The last match counts. Change it
-    if the question asks for another format."""
+    """Regular expression with one group, the score. The last match counts. Change it if the
+    question asks for another format."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """[score] Worst and best score, which map to rewards 0 and 1. Change it together with the
-    question."""
+    """[score] Worst and best score, which map to rewards 0 and 1. Change it with the question."""
     key_variable: str = ""
-    """Environment variable, on the driver and the ranks, that contains the API key; empty sends no
-    key. Weft never stores the key. Set it for a service that requires a key."""
+    """Environment variable with the API key, on the driver and the ranks; empty sends no key. Weft
+    never stores the key. Set it for a service that requires one."""
     max_tokens: int = pydantic.Field(default=512, ge=1, le=100_000_000)
     """[tokens] Maximum length of a reply. Raise it for a judge that reasons at length."""
     retired: ClassVar[Mapping[str, str]] = {
@@ -97,32 +93,29 @@ class Judge(Config):
 
     @property
     def reward(self) -> Reward:
-        """This judge as a reward function. Use `Reward(function=judge, ...)` to set other
-        options."""
+        """This judge as a reward function. `Reward(function=judge, ...)` sets other options."""
         return Reward(function=self, name="judge")
 
     def check(self) -> None:
         self._headers()
 
     async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response. Raises a RuntimeError if there is no reply or it has no score. The
-        message never contains the key."""
+        """Grade one response. Raises a RuntimeError (without the key) if it gets no score."""
         lowest, highest = (f"{end:g}" for end in self.scale)
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}
         values |= {"lowest": lowest, "highest": highest}
-        # Substitute in one pass, so that braces in a response stay as they are.
+        # Substitute in one pass, to keep braces in a response.
         asked = re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), self.question)
         return self.reward_in(await self._reply(asked))
 
     def reward_in(self, reply: str) -> float:
-        """Return the reward in a reply, from 0 to 1. Raises a RuntimeError if the reply has no
-        score."""
+        """Return the reward in a reply, from 0 to 1. Raises a RuntimeError if it has no score."""
         found = re.findall(self.score, reply)
         if not found:
             raise RuntimeError(f"the judge {self.model} gave no score: {reply[-300:]!r}")
         worst, best = self.scale
-        # Judges may mention scores while they reason, so use the last one.
+        # Judges may mention scores while they reason: use the last one.
         share = (float(found[-1]) - worst) / (best - worst)
         return min(max(share, 0.0), 1.0)
 
@@ -167,8 +160,7 @@ class Judge(Config):
     def _client(self) -> Any:
         import httpx
 
-        # Redirects could send the key to another host. `Reward.concurrency` limits the number of
-        # connections.
+        # Redirects could send the key to another host. `Reward.concurrency` limits the connections.
         return httpx.AsyncClient(limits=httpx.Limits(max_connections=None), follow_redirects=False)
 
     async def aclose(self) -> None:

@@ -1,10 +1,9 @@
 """Run reward functions that set signal handlers.
 
-Python can set signal handlers only on the main thread of a process. Graders with timeouts need
-them, such as math-verify, which TRL's accuracy reward calls. Under Ray, the main thread of a rank's
-process belongs to Ray. If a function tries to set a signal handler on another thread, Weft abandons
-the call. From then on, Weft calls the function on the main thread of a child process of the rank.
-Other functions stay in the rank's process.
+Python can set signal handlers only on a process's main thread, which Ray occupies. Graders with
+timeouts need handlers, such as math-verify, which TRL's accuracy reward calls. If a function tries
+to set a signal handler on another thread, Weft abandons the call. From then on, Weft calls the
+function on the main thread of a child process. Other functions stay in the rank's process.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def signals_noticed() -> Iterator[None]:
-    """Inside the context, raise `NeedsMainThread` if code in this thread sets a signal handler. On
-    the main thread, do nothing."""
+    """Inside the context, raise `NeedsMainThread` if code in this thread sets a signal handler.
+    Does nothing on the main thread."""
     if threading.current_thread() is threading.main_thread():
         yield
         return
@@ -52,21 +51,19 @@ def _signal(number: Any, handler: Any) -> Any:
     return _set_handler(number, handler)
 
 
-# A special exception is needed, because graders catch Python's own ValueError and return 0. The
-# hook stays installed for the life of the process. It affects only threads that call rewards,
-# several threads may do so at the same time, and libraries imported later may keep a reference to
-# it.
+# Graders catch Python's own ValueError and return 0, hence the special exception. The hook stays
+# installed, because several threads may call rewards at the same time, and libraries may keep a
+# reference to it. It affects only threads that call rewards.
 signal.signal = _signal
 
 
 class ForkedCaller:
-    """A child process with everything that this process has loaded, which calls `function` on its
-    main thread. Results must be picklable.
+    """A fork of this process that calls `function` on its main thread. Results must be picklable.
 
-    It is a fork, not a new interpreter, because reward functions may be closures, objects with
-    loaded models, or functions of the user's script, none of which can be pickled. If another
-    thread holds a lock during the fork, a function that needs the lock waits until the rank's
-    deadline. The child ends with the thread that created it, so create and use it in one thread.
+    A new interpreter could not get closures, objects with loaded models, or functions of the user's
+    script, because none can be pickled. If another thread holds a lock during the fork, a function
+    that needs the lock waits until the rank's deadline. The child ends with the thread that created
+    it, so use it only there.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -80,13 +77,13 @@ class ForkedCaller:
         theirs.close()
 
     def call_function(self, *arguments: Any) -> Any:
-        """Call the function. Its errors carry the child's traceback as a note."""
+        """Call the function. A note on its errors has the child's traceback."""
         try:
             self._connection.send(arguments)
             returned, value, trace = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._end_as_child_did()
-        except BaseException:  # abandon the call, because the next one must not get its reply
+        except BaseException:  # abandon the child: the next call must not get this reply
             self.close()
             raise
         if returned:
@@ -101,7 +98,7 @@ class ForkedCaller:
             os.waitpid(self._pid, 0)
 
     def _end_as_child_did(self) -> NoReturn:
-        """End this process as the function would have ended it without a child."""
+        """End this process as the function would have without a child."""
         _, status = os.waitpid(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
         print(f"a reward function ended its process ({code})", file=sys.stderr, flush=True)
@@ -111,18 +108,18 @@ class ForkedCaller:
 
 
 def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: int) -> NoReturn:
-    """Run the main loop of the child. It never returns to the parent's code."""
+    """Run the child's main loop. Never returns to the parent's code."""
     code = 1
     try:
         gc.freeze()  # the child must not finalise the parent's objects
-        # End with the thread that made this process, however that thread ends.
+        # End with the thread that created this process.
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
-        # The parent may have ended before the call above took effect.
+        # The parent may have ended already.
         if os.getppid() != parent:
             os._exit(1)
         other_end.close()
-        # The mark belongs to the parent's thread; here the same code runs on a main thread.
+        # In the child, this thread is the main thread.
         _here.noticed = 0
         _set_handler(signal.SIGINT, signal.SIG_IGN)
         _set_handler(signal.SIGTERM, signal.SIG_DFL)
@@ -132,7 +129,7 @@ def _serve(function: Callable[..., Any], requests: Any, other_end: Any, parent: 
             except (EOFError, OSError):
                 break
             try:
-                # Inside the `try`, so that a result that cannot be pickled fails only this call.
+                # A result that cannot be pickled must fail only this call.
                 sent = pickle.dumps((True, function(*arguments), ""))
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
@@ -158,7 +155,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def portable_result(value: Any) -> Any:
-    """Convert a result to types that any process can unpickle. Tensors and arrays become lists."""
+    """Convert a result to types that any process can unpickle, such as arrays to lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -175,7 +172,7 @@ def portable_result(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _AsText:
-    """The text of a value that is not a valid reward, for the error message."""
+    """Text of an invalid reward, for the error message."""
 
     text: str
 

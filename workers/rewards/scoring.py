@@ -1,10 +1,10 @@
-"""Scoring: one call of a reward worker, from its samples to each function's score of each sample.
+"""Scoring: one call of a reward worker, from samples to each function's scores.
 
     sample:  open ──every function has answered──> done ──take──> taken
                └───────a function has failed─────> failed
 
-- Asynchronous functions start first. Then batch functions run, then functions of one sample.
-- If a batch fails, its samples are retried one by one, so that only those that fail are blamed.
+- Asynchronous functions start first. Then batch functions run, then the others.
+- If a batch fails, Weft retries its samples one by one, to find those that fail.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .function import Reward, as_failure, name_of
 from .signature import RewardRows
 
 _TOTALS = ("reward", "score", "rewards")
-"""Keys of the reward in a returned dictionary, in order of preference."""
+"""Keys of the reward in a dictionary, in order of preference."""
 _LARGEST = 3.4028234663852886e38
-"""Largest reward, because reward columns are float32."""
+"""Largest reward that float32 columns can hold."""
 PART_S = 1.0
-"""[s] Longest time to hold back finished rewards so that more of them are yielded together."""
+"""[s] Maximum wait of finished rewards for others, to yield them together."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class _SampleScore:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a sample that every function has scored."""
+    """The result of a sample that all functions have scored."""
 
     reward: float
     scores: Sequence[_SampleScore]
-    """One score from each function, in the order of the functions."""
+    """One score per function, in order."""
 
     def parts(self, rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all numbers that make up the reward, by name."""
+        """Map names to all numbers that make up the reward."""
         if len(rewards) == 1:
             return dict(self.scores[0].parts)
         each = list(zip(rewards, self.scores, strict=True))
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Scoring:
-    """The samples of one call. Each call of a function may take at most `deadline_s`."""
+    """The samples of one call. A function call may take `deadline_s`."""
 
     def __init__(
         self, caller: Caller, samples: RewardRows, context: Context, deadline_s: float | None
@@ -69,7 +69,7 @@ class Scoring:
         self.failed: dict[int, Exception] = {}
         """Maps each failed sample to the exception of the first function that failed."""
         self.logged: dict[str, Mean] = {}
-        """Metrics that the functions have logged themselves."""
+        """Metrics that the functions logged."""
         self._rewards = caller.rewards
         self._samples = samples
         self._context = context
@@ -81,8 +81,8 @@ class Scoring:
         self._gave_s = time.monotonic()
 
     def run(self) -> Iterator[dict[int, Outcome]]:
-        """Call all functions on all samples. Yields the samples that finished since the last item,
-        keyed by index. The last item has all that remain."""
+        """Call all functions on all samples. Yields mappings from index to outcome for newly
+        finished samples; the last one has all that remain."""
         if len(self._samples):
             kinds = list(enumerate(self._rewards))
             pending = [call for f, r in kinds if r.is_async for call in self._started(f, r)]
@@ -132,7 +132,7 @@ class Scoring:
             self._context.advance()
 
     def _called(self, f: int, arguments: Mapping[str, Any]) -> Any:
-        # If the process is watched, the driver replaces it when it exceeds the deadline.
+        # The driver replaces a watched process that exceeds the deadline.
         limit = None if self._context.watched else self._deadline_s
         with deadline(limit, f"reward function {self._rewards[f].title}"):
             result, logged = self._caller.call_reward(f, arguments)
@@ -143,7 +143,7 @@ class Scoring:
     # Asynchronous functions
 
     def _started(self, f: int, reward: Reward) -> Iterator[tuple[Future[Any], int, int | None]]:
-        """Start calls, and yield each with its function and its sample (None for all samples)."""
+        """Start calls, and yield (call, function, sample); the sample is None for all samples."""
         arguments = reward.arguments(self._samples)
         if reward.is_batch:
             yield self._in_flight(reward, arguments), f, None
@@ -164,7 +164,7 @@ class Scoring:
         try:
             while pending:
                 finished, _ = wait(pending, timeout=PART_S, return_when=FIRST_COMPLETED)
-                # If there is a deadline, every call ends, so a responsive loop counts as progress.
+                # With a deadline, every call ends, so a responsive loop counts as progress.
                 if finished or (self._deadline_s is not None and self._caller.calls.is_alive()):
                     self._context.advance()
                 for future in finished:
@@ -244,7 +244,7 @@ class Scoring:
         return time.monotonic() - self._gave_s > PART_S
 
     def _take(self) -> dict[int, Outcome]:
-        """Return the finished samples that have not been returned yet."""
+        """Return the finished samples that were not returned before."""
         done: dict[int, Outcome] = {}
         for k, found in enumerate(self._scores):
             if k not in self._given and k not in self.failed and len(found) == len(self._rewards):
@@ -271,8 +271,8 @@ def _result(future: Future[Any]) -> Any:
 
 
 def _results(reward: Reward, result: Any, number: int) -> list[Any]:
-    """Split the result of a batch call into one result per sample. Raises a ResultError if the
-    result is neither a list with one entry per sample nor a dictionary of such lists."""
+    """Split the result of a batch call by sample. Raises a ResultError unless it is a list with one
+    entry per sample or a dictionary of such lists."""
     if isinstance(result, Mapping):  # as in OpenRLHF
         return _of_lists(reward, result, number)
     listed = _listed(result)
@@ -285,7 +285,7 @@ def _results(reward: Reward, result: Any, number: int) -> list[Any]:
 
 
 def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[Any]:
-    """Split a dictionary of lists by sample. A single number applies to the whole batch."""
+    """Split a dictionary of lists by sample. A single number applies to all samples."""
     extra = result.get("extra_logs")
     entries = {**result, **(extra if isinstance(extra, Mapping) else {})}
     lists = {name: listed for name, values in entries.items() if (listed := _listed(values)) is not None}
@@ -309,7 +309,7 @@ def _of_lists(reward: Reward, result: Mapping[Any, Any], number: int) -> list[An
 
 
 def _score(reward: Reward, result: Any) -> _SampleScore:
-    """Return the score in the result of a call with one sample.
+    """Return the score in the result for one sample.
 
     Raises:
         ResultError: the result is not a number, None, or a dictionary of numbers.
@@ -355,8 +355,8 @@ def _score(reward: Reward, result: Any) -> _SampleScore:
 
 
 def _as_number(value: object) -> float | None:
-    """Return the value as a number, which may be infinite or nan, or None if it is not a number."""
-    # float() would accept text such as "1".
+    """Return a number, possibly infinite or NaN; None if the value is not a number."""
+    # `float` accepts text such as "1".
     if isinstance(value, str | bytes | complex):
         return None
     try:
@@ -372,7 +372,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _listed(values: Any) -> list[Any] | None:
-    """Return a list, tuple, array, series or tensor as a list, or None for anything else."""
+    """Return a list, tuple, array, series or tensor as a list; None for other values."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return list(values) if isinstance(values, list | tuple) else None
 

@@ -1,5 +1,4 @@
-"""Signature: recognise the library of a reward function by its parameter names, and call the
-function as that library does.
+"""Signature: recognise a reward function's library by its parameters, and call it accordingly.
 
 | library | function | called with |
 |---|---|---|
@@ -35,17 +34,15 @@ from ...dataflow.column import (
 from ...dataflow.errors import UserError, nearest
 
 ANSWERS = ("solution", "ground_truth", "label", "target", "answer")
-"""Names of the ground truth in other libraries. If the rows do not have such a column, Weft's
-`answer` is used."""
+"""Other libraries' names of the ground truth. Without such a column, Weft uses its `answer`."""
 MESSAGES = "prompt_messages"
-"""Column with a prompt's messages, if the file has them."""
-# Columns that functions with `**columns` get in another form or not at all.
+"""Column with a prompt's messages, if the file has any."""
+# Columns that `**columns` omits; functions may get them in another form.
 _OURS = {*map(str, (PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, *IDENTITY)), MESSAGES}
 
 
 class RewardRows:
-    """Rows in the form that reward functions read. `decode` decodes the token ids of many texts at
-    once."""
+    """Rows in the form that reward functions read. `decode` decodes many texts at once."""
 
     def __init__(self, rows: Batch, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.rows = rows
@@ -59,8 +56,8 @@ class RewardRows:
         return name in self.rows or (name in ANSWERS and ANSWER in self.rows)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column by name. A ground truth may also be named as in other libraries. Raises a
-        UserError if the rows have no such column."""
+        """Return a column. A name in `ANSWERS` finds the ground truth. Raises a UserError if
+        missing."""
         if name not in self._lists:
             source = name if name in self.rows or name not in ANSWERS else str(ANSWER)
             if source not in self.rows:
@@ -77,29 +74,29 @@ class RewardRows:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Texts of the prompts after the chat template was applied; "" if there are no prompts."""
+        """Texts of the prompts after the chat template, or "" without prompts."""
         if PROMPT in self.rows:
             return self[str(PROMPT)]
         return self._decode(self[str(PROMPT_IDS)]) if PROMPT_IDS in self.rows else [""] * len(self)
 
     @cached_property
     def dialogues(self) -> tuple[list[Any], list[Any]]:
-        """Prompts and responses, as messages if the prompts were messages, otherwise as texts."""
+        """Prompts and responses: messages if the prompts were messages, otherwise texts."""
         if MESSAGES not in self.rows:
             return self.prompts, self.responses
         prompts: list[Any] = []
         for messages in self[MESSAGES]:
-            # Arrow gives every message the keys of all messages.
+            # Arrow gives each message the keys of all messages.
             prompts.append([{k: v for k, v in m.items() if v is not None} for m in messages])
         return prompts, [[{"role": "assistant", "content": text}] for text in self.responses]
 
     @property
     def rest(self) -> dict[str, list[Any]]:
-        """Columns from the data or from other nodes: all except tokens, identities and prompts."""
+        """Columns of the data and of other nodes, without tokens, identities and prompts."""
         return {name: self[name] for name in self.rows.columns if name not in _OURS}
 
     def or_else(self, name: str, default: Any) -> list[Any]:
-        """Return a column of the file, with the default in place of missing or null values."""
+        """Return a column of the file, with a default for missing or null values."""
         values = self[name] if name in self else [None] * len(self)
         return [default if value is None else value for value in values]
 
@@ -113,23 +110,23 @@ class Signature:
 
     library: str
     marks: tuple[str, ...]
-    """Parameters that identify a function of this library."""
+    """Parameters that identify the library."""
     gives: tuple[str, ...]
-    """Parameters that the library passes; all other parameters are columns."""
+    """Parameters that the library passes. All others are columns."""
     given: Given
-    """Returns the values that the library passes for each sample, by parameter."""
+    """Maps samples to the values of these parameters."""
     batch: bool = False
-    """Whether a call takes all samples as lists, and returns one result for each."""
+    """Whether a call takes lists of all samples, and returns a list of results."""
     positional: bool = False
     """Whether the library passes its parameters by position."""
     reads: tuple[str, ...] = ()
-    """Columns, other than tokens, that it uses if they exist."""
+    """Optional columns to read, besides tokens."""
     returns_parts: bool = False
     """Whether a result may be a dictionary."""
     logs: bool = False
     """Whether functions get callbacks for logging."""
     missing: tuple[str, ...] = ()
-    """Parameters that only the library's own trainer can pass."""
+    """Parameters that only the library's trainer can pass."""
 
     def __str__(self) -> str:
         """
@@ -140,7 +137,7 @@ class Signature:
 
 
 def find_signature(names: Sequence[str]) -> Signature | None:
-    """Return the signature of another library that has these parameters, or None.
+    """Return another library's signature with these parameters, or None.
 
     >>> find_signature(["solution_str", "ground_truth"]).library, find_signature(["response", "answer"])
     ('verl', None)
@@ -185,9 +182,9 @@ def _plural(given: Given) -> Given:
 
 
 class _SlimeSample(SimpleNamespace):
-    """A sample with the attributes that slime's samples have during scoring."""
+    """A sample with the attributes of slime's samples during scoring."""
 
-    # Use the full name, because samples are pickled for functions that run in a `ForkedCaller`.
+    # A `ForkedCaller` pickles samples, which needs the full name.
     Status: Any = enum.Enum(
         "Status",
         {s.upper(): s for s in ("pending", "completed", "truncated", "aborted", "failed")},
@@ -212,7 +209,7 @@ def _of_slime(samples: RewardRows) -> Mapping[str, Sequence[Any]]:
         "group_index": samples.or_else(str(GROUP_ID), None),
         "status": [status("truncated" if reason == "length" else "completed") for reason in reasons],
     }
-    # Attributes of slime's samples that are None during scoring.
+    # Attributes that are None during scoring.
     unset = ("reward", "loss_mask", "rollout_log_probs", "train_metadata", "custom_rm_path")
     each = (dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True))
     return {"sample": [_SlimeSample(**dict.fromkeys(unset), **sample) for sample in each]}
@@ -264,4 +261,4 @@ SIGNATURES = (
         missing=_VERIFIERS_MISSING,
     ),
 )
-"""Signatures of other libraries, in the order they are tried."""
+"""Signatures of other libraries, in the order in which Weft tries them."""
