@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class RewardLoss(PairLoss):
-    """A reward model's loss: l = -log sigmoid(r_w - r_l - m) + c (r_w + r_l)^2, the mean over
-    pairs.
+    """A reward model's loss: the mean over pairs of -log sigmoid(r_w - r_l - margin) + centring
+    (r_w + r_l)^2, where r_w is the reward of the preferred response and r_l that of the other.
 
     The first term is the Bradley-Terry loss (arXiv:2203.02155, eq. 1; with a margin m,
     arXiv:2307.09288, eq. 2). The second term keeps the rewards around 0 (arXiv:2312.09244).

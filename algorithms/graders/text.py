@@ -117,8 +117,9 @@ def _candidates(response: str) -> tuple[str, ...]:
 
 
 class TagFormat(Grader):
-    """1 if the response consists of the tagged parts, in order and none empty, otherwise 0. If the
-    prompt ends with the first tag, the response begins inside it.
+    """1 if the response begins with the tagged parts, in order, each once and none empty, and text
+    follows them (with `rest=False`, nothing follows). Otherwise 0. If the prompt ends with the
+    first tag, the response begins inside it.
 
     >>> TagFormat()("<think>6 * 7</think> 42"), TagFormat()("42"), TagFormat()("<think>6 * 7</think>")
     (1.0, 0.0, 0.0)

@@ -127,8 +127,9 @@ class PipelineCost(LinearCost):
     """[s] Time per token to send activations or gradients to the next stage. Raise it for a slow
     network."""
     shares: tuple[float, ...] = ()
-    """Share of each model chunk in the time of a pass; by default, all are equal. Set it if layers
-    do not divide evenly, or if the head is expensive."""
+    """Each model chunk's share of the time of a pass: one number for each of the `stages` x
+    `chunks` chunks. By default, all are equal. Set it if layers do not divide evenly, or if the
+    head is expensive."""
 
     @model_validator(mode="after")
     def _shares_are_of_all_pieces(self) -> PipelineCost:

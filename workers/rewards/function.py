@@ -23,9 +23,9 @@ class Reward(Config):
 
     function: Callable[..., Any]
     """Required. Set it to the reward function or a grader. `functools.partial` binds further
-    arguments, such as verl's `reward_kwargs` or slime's `args`. Parameter names show whether the
-    function was written for Weft, TRL, verl, OpenRLHF, slime or verifiers 0.1 to 0.3
-    (`signature.py`)."""
+    arguments, such as verl's `reward_kwargs` or slime's `args`. From the parameter names, Weft
+    infers whether the function was written for Weft, TRL, verl, OpenRLHF, slime or verifiers 0.1 to
+    0.3 (`signature.py`)."""
     name: str = ""
     """Name of the metric and column; empty selects the function's name. Set it if two functions
     have the same name."""
@@ -33,8 +33,9 @@ class Reward(Config):
     """[factor] Weight of the result in the total reward; 0 only measures it. Set it if one reward
     matters more than another."""
     batch: bool = False
-    """Call a function in Weft's form once for all samples: each argument is a list, and so is the
-    result. Set it for a function that is faster in batches."""
+    """Call the function once per batch, with a list for each argument; it returns a list. Weft
+    ignores this for functions with another library's signature. Set it for a function that is
+    faster in batches."""
     part: str = ""
     """Key of the reward in a dictionary that the function returns; empty selects "reward" or
     "score", or else the sum of all values. Set it if the reward has another key."""
