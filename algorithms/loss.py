@@ -165,7 +165,8 @@ class Loss(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, rows: PackedRows, /) -> tuple[Tensor, Metrics]:
-        """Return the loss of these rows before division (a scalar), and metrics.
+        """Return the loss of these rows (a scalar) before the engine divides it by the count, and
+        metrics.
 
         Args:
             logprobs: [T] nats, of the response tokens under the policy; with a gradient.

@@ -133,7 +133,8 @@ class PolicyLoss(AggregatedLoss):
         return self.entropy_coefficient > 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division (a scalar), and metrics (`docs/metrics.md`).
+        """Return the loss (a scalar) before the engine divides it by the count, and metrics
+        (`docs/metrics.md`).
 
         The loss is 0 with a gradient of 0 if every token is masked. Ratios are capped at e^20,
         without a gradient beyond, so that one token with probability 0 does not make the loss
@@ -193,7 +194,8 @@ class NegativeLogLikelihood(AggregatedLoss):
     """
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division, and the mean `entropy` if the rows have entropies."""
+        """Return the loss before the engine divides it by the count, and the mean `entropy` if the
+        rows have entropies."""
         watched = {"entropy": rows["entropy"]} if "entropy" in rows else {}
         metrics = observed(rows.trained > 0, watched) if watched else {}
         return (self.aggregation.weights(rows) * rows.only_trained(-logprobs)).sum(), metrics

@@ -272,8 +272,8 @@ class PreferenceLoss(PairLoss):
         return (*super().reads, *self.score.reads)
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division, and means over pairs. Without a pair, the loss is 0 with
-        a gradient of 0."""
+        """Return the loss before the engine divides it by the count, and means over pairs. Without
+        a pair, the loss is 0 with a gradient of 0."""
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may have NaN, so mask them before and after the loss.
@@ -324,8 +324,8 @@ class DesirabilityLoss(FrozenLoss):
         return float(rows.counted.sum())
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division, and means over good and over bad responses. Without
-        trained tokens, the loss is 0 with a gradient of 0."""
+        """Return the loss before the engine divides it by the count, and means over good and over
+        bad responses. Without trained tokens, the loss is 0 with a gradient of 0."""
         scores = LogRatio()(logprobs, rows)
         counted, good = rows.counted, rows[PREFERRED] > 0
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)

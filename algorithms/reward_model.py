@@ -55,9 +55,9 @@ class RewardLoss(PairLoss):
     is common) if rewards drift."""
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss before division, and means over pairs. Without a pair, the loss is 0 with
-        a gradient of 0. `rewards` [T] are the rewards up to each token; only the last of each row
-        gets a gradient."""
+        """Return the loss before the engine divides it by the count, and means over pairs. Without
+        a pair, the loss is 0 with a gradient of 0. `rewards` [T] are the rewards up to each token;
+        only the last of each row gets a gradient."""
         chosen, rejected, paired = self._sides(rows)
         # The padding makes the end of a row the index of its last token, even for an empty row.
         last = torch.nn.functional.pad(rewards, (1, 0))[
@@ -87,8 +87,8 @@ class StepLoss(FrozenLoss):
         return float(self._ends(rows).sum())
 
     def __call__(self, rewards: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss of logits [T] before division, and means over steps. Without a step, the
-        loss is 0 with a gradient of 0."""
+        """Return the loss of logits [T] before the engine divides it by the count, and means over
+        steps. Without a step, the loss is 0 with a gradient of 0."""
         ends = self._ends(rows)
         logits = torch.where(ends, rewards, 0.0)
         labels = torch.where(ends, rows[STEP_LABELS].to(rewards.dtype), 0.0)

@@ -148,8 +148,9 @@ class ValueLoss(AggregatedLoss):
         return (str(RETURNS),) if self.clip is None else (str(VALUES), str(RETURNS))
 
     def __call__(self, values: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
-        """Return the loss of predictions [T] before division, and means over trained tokens
-        (`docs/metrics.md`). If every token is masked, the loss is 0 with a gradient of 0."""
+        """Return the loss of predictions [T] before the engine divides it by the count, and means
+        over trained tokens (`docs/metrics.md`). If every token is masked, the loss is 0 with a
+        gradient of 0."""
         values, returns = rows.only_trained(values), rows.only_trained(rows[RETURNS])
         losses, watched = (values - returns).square(), {"value": values, "return": returns}
         if self.clip is not None:

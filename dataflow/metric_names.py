@@ -399,7 +399,8 @@ SCORES = {
 
 
 def score_label(name: str) -> str | None:
-    """Return the label of an evaluation's score, or None. `name` has no evaluation prefix.
+    """Return the label of a metric if it can be an evaluation's score, otherwise None. `name` has
+    no evaluation prefix.
 
     >>> score_label("pass@1"), score_label("avg@8"), score_label("judge/mean"), score_label("loss")
     ('pass@1', 'mean reward', 'mean reward', None)

@@ -695,8 +695,9 @@ class _Route(NamedTuple):
 
 
 class WeightWriter:
-    """Writes versions into a recorded model. Slices are in checkpoint coordinates. Calls `written`
-    with each slice's name, box and elements, before vLLM repacks them."""
+    """Writes versions into a recorded model. Slices have the tensor names and index ranges of the
+    model's Hugging Face files. Calls `written` with each slice's name, box and elements, before
+    vLLM repacks them."""
 
     def __init__(
         self,

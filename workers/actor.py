@@ -255,8 +255,8 @@ class ActorWorker(TrainedWorker):
 
 
 _LARGEST_GAP = 1e-3
-"""[nats] Largest mean gap of a canary's tokens if both sides compute in float32. Usual gaps are
-about 1e-6 (docs/benchmarks.md)."""
+"""[nats] Limit on the mean absolute difference between both sides' log-probabilities of a canary's
+tokens, if both compute in float32. Usual gaps are about 1e-6 (docs/benchmarks.md)."""
 _LARGEST_HALF_GAP = 0.2
 """[nats] The same limit if either side uses half precision. Usual gaps are a few hundredths."""
 

@@ -94,8 +94,8 @@ class Math(Grader):
     r"""1 if the final answer of the response equals the answer, otherwise 0.
 
     Rules compare numbers, units and words; `math-verify` compares formulas. The final answer is in
-    the last `\boxed{}`, after `####`, after "the answer is", or at the end. The answer may be bare
-    (`\frac{1}{2}`) or end a solution.
+    the last `\boxed{}`, after `####`, after "the answer is", or at the end. The `answer`
+    column may hold only the answer (`\frac{1}{2}`), or a solution that ends with it.
 
     Comparisons run in a child process, which is replaced if one takes too long or too much memory.
     """

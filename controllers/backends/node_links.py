@@ -285,7 +285,8 @@ class _SegmentServers:
         self._lives = {life: node for life, node in self._lives.items() if node != name}
 
     def take_ended(self) -> bool:
-        """Forget dead servers, and return whether there were any, at most once every LOOK_S."""
+        """Forget dead servers, and return whether there were any. Checks at most once every LOOK_S,
+        and returns False in between."""
         if not self._lives or time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()

@@ -403,6 +403,7 @@ def _check_joined(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """An eighth of the free shared memory: the store carries only calls and replies."""
+    """Return an eighth of the free shared memory, but at least 128 MiB and at most 4 GiB: the store
+    carries only calls and replies."""
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 1 << 30
     return max(128 << 20, min(4 << 30, free // 8))

@@ -227,7 +227,8 @@ class Failures:
         return requests
 
     def _silent_with(self, rank: int, calls: Sequence[Call], now: float) -> list[int]:
-        """Return the ranks that have been silent in these calls for about as long."""
+        """Return the ranks, including `rank`, that these calls wait for and that have been silent
+        for about as long as `rank`, or longer."""
         name = calls[0].group.name
         since = self._heard[name, rank] + LOOK_S
         waiting = sorted({other for call in calls for other in call.waiting})

@@ -1,4 +1,5 @@
-"""Contents of a display: the columns of a step, the score of an evaluation, the end of a run."""
+"""What a progress display (`displays.py`) shows: a step's metrics, an evaluation's score, and the
+summary at the end of a run."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ class LoggedGraph:
         return {other for other in self.nodes if node.name in other.node.after}
 
     def _upstream(self, node: LoggedNode, maker: LoggedNode) -> set[str]:
-        """Return names of nodes, except `maker`, that can keep `maker`'s rows from a node."""
+        """Return the names of the nodes that `node` depends on, directly or indirectly. A direct
+        dependency on `maker` does not count for a node that gets the rows that `maker` creates."""
         # Rows that `maker` created continue, even if it creates no more.
         own = maker.node.makes_level in self.line(node.level)
         names = {name for name in node.node.after if not (own and name == maker.name)}

@@ -391,7 +391,8 @@ def restore(
     """Restore the ledgers of a run from its log. Only reads, so the run may be active.
 
     Args:
-        graphs: graphs of the run. None takes their outlines from the log, for read-only use.
+        graphs: graphs of the run. With None, the buffer restores them from their descriptions in
+            the log, which have no code or data, so use it only to read.
         at: log position to go back to. Default: the end of the log's valid part.
 
     Raises:

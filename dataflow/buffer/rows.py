@@ -385,7 +385,7 @@ class Wiring:
         """For each node: pairs (level, node). The pair's node must be done with a row's ancestor on
         that level before the row is ready."""
         self.first_on_level = [[i for i in own if not self.needs_of_row[i]] for own in self.on_level]
-        """For each level: nodes that need no other node of the level to be done with a row."""
+        """For each level: nodes that take a row without waiting for another node of the level."""
         self.may_be_cut_off = [any(self.needs_above[i] for i in own) for own in self.on_level]
         """For each level: whether any of its nodes waits for ancestors of the rows."""
         self.behind_on_level = [sum(self.behind[i] for i in own) for own in self.on_level]
@@ -411,8 +411,9 @@ class Wiring:
         ]
         """For each node: nodes with a quorum that list it in `upstream_only`."""
         self.makes_for = [self._makes_for(i) if self.quorum[i] else None for i in range(len(nodes))]
-        """For each node with a quorum: the node that creates its rows, if only this node, its
-        `upstream_only` nodes and its downstream nodes use them."""
+        """For each node q with a quorum: the node that creates q's rows. None if that node takes
+        groups, or if nodes other than q, q's `upstream_only` nodes and q's downstream nodes use the
+        rows."""
 
     def ends_in_quorum(self, i: int) -> bool:
         """Return whether a quorum follows node i, so that it matters in which order rows finish."""

@@ -186,7 +186,8 @@ class SampleBuffer:
         and requeues groups whose columns cannot be read. `damage` lists all of these.
 
         Args:
-            graphs: graphs of the run. None takes their outlines from the log, for read-only use.
+            graphs: graphs of the run. With None, the buffer restores them from their descriptions
+                in the log, which have no code or data, so use it only to read.
             config, node, disk, clock, fence, scratch, sync_interval_s, keep_checkpoints: see
                 `create`.
             at: log position to go back to, from a model checkpoint. Default: the end.

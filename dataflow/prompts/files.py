@@ -562,8 +562,9 @@ def _parsed(place: str, line: bytes) -> Any:
 
 
 def _table(rows: Iterable[tuple[str, Any]], source: str, where: str = "") -> pa.Table:
-    """Convert rows, as pairs (place, value), to a table without changing values. `where` is part of
-    the error for rows that are not objects."""
+    """Convert rows, as pairs (place, value), to a table without changing values. `where`, for
+    example " on one line", says in an error where the source must have an object; it is empty for
+    rows that are not lines of a file."""
     parts: list[pa.Table] = []
     rows = iter(rows)
     while part := list(itertools.islice(rows, _ROWS)):

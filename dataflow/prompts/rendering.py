@@ -462,7 +462,8 @@ def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 def _responses(
     prompts: list[np.ndarray], texts: Texts, tokenizer: Tokenizer, special: bool
 ) -> dict[str, list[np.ndarray]]:
-    """Map token columns to the tokens of responses. May shorten `prompts` in place."""
+    """Map token columns to the tokens of responses. May replace entries of `prompts` by shorter
+    ones, because a token that spans the end of a prompt can go to the response."""
     # Tokenise prompt and response together, so that the response's first word continues the text.
     wholes = {
         name: _encode(tokenizer, list(map(str.__add__, texts.prompts, tails)), special)

@@ -192,7 +192,8 @@ def find_agreement(
         images: processor of a model that reads images, to check rows with images too.
 
     Raises:
-        UserError: the model is not causal, its own pass fails, or no way agrees with it.
+        UserError: the model is not causal, its forward pass in `transformers` fails, or no way to
+        batch rows agrees with that pass.
     """
     causal_lm = model.causal_lm
     loaded_with = causal_lm.config.get_text_config()._attn_implementation
