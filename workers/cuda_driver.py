@@ -58,5 +58,9 @@ def reason_without_cuda(root: Path = Path("/")) -> str:
     there = f"the driver is {driver}" if driver else "no driver is loaded"
     oldest = oldest_driver(cuda)
     needed = f"driver {oldest} or newer" if oldest else "a driver for it"
-    fix = "; update the driver, or install packages for an older CUDA" if is_too_old(driver, cuda) else ""
-    return f"{said} ({there}; torch {torch.__version__} for CUDA {cuda} needs {needed}{fix}; docs/gpu.md)"
+    fix = (
+        "; update the driver, or install packages for an older CUDA" if is_too_old(driver, cuda) else ""
+    )
+    return (
+        f"{said} ({there}; torch {torch.__version__} for CUDA {cuda} needs {needed}{fix}; docs/gpu.md)"
+    )

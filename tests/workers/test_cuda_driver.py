@@ -7,8 +7,12 @@ import torch
 
 from weft.workers.cuda_driver import driver_version, reason_without_cuda
 
-PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
+PROPRIETARY = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+)
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
+)
 COMPILER = "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
 
 
@@ -37,7 +41,9 @@ def test_an_old_driver_is_named_with_the_one_that_torch_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nUpdate it.")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12020).\nUpdate it."
+        )
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", too_old)
