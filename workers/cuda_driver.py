@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def driver_version(root: Path = Path("/")) -> str:
     # The first line names the kernel module, and has no other number with a dot.
     found = re.search(r"^NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", text, re.MULTILINE)
     return found[1] if found else ""
+
+
+def cuda_of_driver(library: str = "libcuda.so.1") -> str:
+    """Return the newest CUDA version that the driver's library runs, such as "12.4", or "". The library
+    can be newer than the driver: NVIDIA's packages `cuda-compat` replace it."""
+    number = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return ""
+    return "" if failed or not number.value else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def reason_without_cuda(root: Path = Path("/")) -> str:
