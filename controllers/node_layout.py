@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ..dataflow.cgroups import usable_cpus
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Handle, ParameterEdge
 from .placement import Place, ResourcePool, is_own, ranks_of_a_replica
@@ -326,7 +327,7 @@ def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
 
 def machine_cpus() -> int:
     """Return the CPUs that this process may use; for another machine, at least four per GPU."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = usable_cpus()
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 
