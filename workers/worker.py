@@ -202,6 +202,12 @@ class Worker:
         """Check that this machine, which has no GPUs, has room for all ranks of the group."""
 
     @classmethod
+    def default_ranks(cls, config: Any, cpus: int) -> int:
+        """Return the number of ranks of a group without a place, on a node with GPUs and this many
+        CPUs."""
+        return 1
+
+    @classmethod
     def row_cost(cls, config: Any) -> RowCost:
         """Return the function that computes row costs. Replicas get rows of similar total cost."""
         return RowCost()
