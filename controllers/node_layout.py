@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ..dataflow.cgroups import usable_cpus
 from ..dataflow.errors import UserError
 from ..dataflow.graph import Handle, ParameterEdge
 from .placement import Place, ResourcePool, is_own, ranks_of_a_replica
@@ -154,13 +155,14 @@ def lay_out(
 ) -> dict[str, Place]:
     """Return the placement with a number of nodes for every pool. If it does not fit, raise a
     `UserError` with the requested and available devices."""
+    placement = _with_own_ranks(placement, handles, nodes)
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
     if not nodes.grow:
         # The run can start with the minimum of elastic groups.
         _check_totals([*sized, *map(_least, elastic.values())], nodes)
-    # A group without a place has one rank, so its pool needs one node.
+    # A group without a place has one CPU for each rank, all on one node.
     laid_out = {name: replace(pool, nodes=1) for name, pool in pools.items() if is_own(pool)}
     laid_out |= {name: _by_rank(place, nodes) for name, place in elastic.items()}
     for family in _families(sized).values():
@@ -171,6 +173,20 @@ def lay_out(
     for name, place in found.items():
         if name in handles:
             _check_replica(name, place, _replica(handles[name], name, place))
+    return found
+
+
+def _with_own_ranks(
+    placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
+) -> dict[str, Place]:
+    """Give groups without a place several ranks, if their workers want that on nodes with GPUs."""
+    cpus = max((cpus for cpus, gpus in nodes.sizes if gpus), default=0)
+    found = dict(placement)
+    for name, place in placement.items():
+        if cpus and is_own(place.pool) and name in handles:
+            handle = handles[name]
+            ranks = handle.worker_class.default_ranks(handle.config, cpus)
+            found[name] = Place(replace(place.pool, cpus=ranks), ranks)
     return found
 
 
@@ -326,7 +342,7 @@ def assumed_machine(gpus: int, gpu_bytes: int) -> Iterator[None]:
 
 def machine_cpus() -> int:
     """Return the CPUs that this process may use; for another machine, at least four per GPU."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = usable_cpus()
     return max(cpus, 4 * other.gpus) if (other := OTHER.get()) is not None else cpus
 
 

@@ -25,7 +25,7 @@ from ..dataflow.untrusted_text import show
 from ..workers.actor import ActorWorker
 from ..workers.critic import CriticWorker
 from ..workers.reference import ReferenceWorker
-from ..workers.reward import RewardWorker
+from ..workers.reward import RewardWorker, reward_processes
 from ..workers.rewards.function import Reward
 from ..workers.rewards.judge import Judge
 from ..workers.rollout import RolloutWorker
@@ -292,8 +292,9 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _Sh
     """Return settings with which all groups share the nodes.
 
     Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
-    others. Without GPUs, they have one rank on each node of a cluster, and a single machine runs
-    everything in one process. Groups without a model run on any free CPU.
+    others. They leave CPUs for processes that compute rewards. Without GPUs, they have one rank on
+    each node of a cluster, and a single machine runs everything in one process. Groups without a
+    model run on any free CPU.
 
     >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
@@ -301,6 +302,9 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _Sh
     """
     is_cluster = nodes.where != THIS_MACHINE
     cpus, gpus, number = _equal_nodes(nodes.sizes)
+    if gpus and "reward" in groups:
+        # The reward group has no place, and takes some of the other CPUs.
+        cpus = max(1, cpus - reward_processes(cpus))
     if not gpus and not is_cluster:
         return _SharedDevices({"backend": Local()}, {"engine": "transformers"})
     if number == 1:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 import weft
 from weft.controllers.node_layout import machine_cpus, machine_gpus
+from weft.workers.reward import reward_processes
 
 GPU_SHARE = 0.6
 """Share of a GPU's memory for vLLM, which takes turns on the GPU with other groups."""
@@ -110,8 +111,12 @@ class RealSettings(weft.Config):
 
     def places(self, groups: Iterable[str]) -> dict[str, weft.Place]:
         """Return a placement in which the groups take turns on all devices: one rank per GPU or,
-        without GPUs, up to two ranks under Ray and one in this process."""
-        devices = weft.ResourcePool("devices", cpus=machine_cpus(), gpus=self.num_gpus)
+        without GPUs, up to two ranks under Ray and one in this process. On GPUs, the groups leave CPUs
+        for processes that compute rewards."""
+        cpus = machine_cpus()
+        if self.num_gpus:
+            cpus = max(1, cpus - reward_processes(cpus))
+        devices = weft.ResourcePool("devices", cpus=cpus, gpus=self.num_gpus)
         place = weft.Place(
             devices, ranks=self.num_gpus or (min(2, machine_cpus()) if self.backend == "ray" else 1)
         )

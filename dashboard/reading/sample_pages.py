@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from ...dataflow.cgroups import usable_cpus
 from ...dataflow.errors import UserError, nearest
 from .metrics import numbers
 from .sample_index import SampleIndex
@@ -53,7 +53,7 @@ def chosen(table: pa.Table, filters: str, search: str) -> np.ndarray:
     return np.flatnonzero(passes)
 
 
-_POOL = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="search")
+_POOL = ThreadPoolExecutor(max_workers=usable_cpus(), thread_name_prefix="search")
 
 
 def _contains(column: pa.ChunkedArray, text: str) -> np.ndarray:

@@ -17,6 +17,16 @@ from weft.controllers.node_layout import (
 from weft.controllers.placement import OWN, Place, ResourcePool, resolve
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import ParameterEdge, group
+from weft.workers.reward import RewardWorker
+
+
+def scored(response: str) -> float:
+    return 0.0
+
+
+async def asked(response: str) -> float:
+    return 0.0
+
 
 EIGHTS = Nodes([(64, 8)] * 16, "the cluster")
 
@@ -99,6 +109,26 @@ def test_groups_without_a_place_do_not_count():
     handles: dict[str, Any] = {name: group(ToyActor, name=name) for name in places}
     found = lay_out(places, handles, Nodes([(2, 0)], "this machine"))
     assert found["reward"].pool.nodes == 1
+
+
+def test_a_reward_without_a_place_has_several_processes_on_nodes_with_gpus():
+    settings: dict[str, Any] = {"tokenizer": "a"}
+    handles = {
+        "actor": group(ToyActor, name="actor"),
+        "reward": group(RewardWorker, name="reward", function=scored, **settings),
+        "judge": group(RewardWorker, name="judge", function=asked, **settings),
+        "other": group(ToyActor, name="other"),
+    }
+
+    def ranks(sizes: list[tuple[int, int]], placement: dict[str, Place]) -> list[tuple[int, int]]:
+        found = lay_out(resolve(placement, handles), handles, Nodes(sizes, "the cluster"))
+        return [(found[name].ranks, found[name].pool.cpus) for name in ("reward", "judge", "other")]
+
+    train = {"actor": Place(ResourcePool("train", cpus=8, gpus=1))}
+    assert ranks([(32, 0)], {"actor": Place(ResourcePool("train", cpus=8))}) == [(1, 1)] * 3
+    assert ranks([(64, 0), (16, 2)], train) == [(4, 4), (1, 1), (1, 1)]
+    assert ranks([(208, 8)] * 2, train)[0] == (8, 8)
+    assert ranks([(208, 8)], {**train, "reward": Place(ResourcePool("score"))})[0] == (1, 1)
 
 
 def test_a_cluster_that_grows_need_not_be_large_enough_yet():

@@ -575,7 +575,7 @@ def test_groups_with_a_model_share_the_gpus_that_there_are():
         'dict(\n    placement={"rollout": weft.Place(pool=devices, ranks=8), "actor": weft.Place(pool=devices, ranks=8)},\n'
         "    backend=weft.RayBackend(),\n)"
     )
-    assert 'devices = weft.ResourcePool("devices", cpus=16, gpus=8)' in program.text
+    assert 'devices = weft.ResourcePool("devices", cpus=12, gpus=8)' in program.text
     assert shared_devices(Program(), ("actor",), Nodes([(2, 0)], THIS_MACHINE)).run.keys() == {"backend"}
 
 
@@ -585,10 +585,10 @@ def test_groups_with_a_model_share_the_nodes_of_a_cluster():
         program, METHODS["grpo"].groups, Nodes([(4, 0), (16, 8), (12, 8)], "the cluster")
     )
     place = shared.run["placement"]["actor"]
-    assert (place.ranks, place.pool.gpus, place.pool.nodes, place.pool.cpus) == (16, 16, 2, 24)
+    assert (place.ranks, place.pool.gpus, place.pool.nodes, place.pool.cpus) == (16, 16, 2, 18)
     assert shared.rollout["engine"] == "vllm" and isinstance(shared.run["backend"], weft.RayBackend)
     assert (
-        'devices = weft.ResourcePool("devices", nodes=2, cpus_per_node=12, gpus_per_node=8)'
+        'devices = weft.ResourcePool("devices", nodes=2, cpus_per_node=9, gpus_per_node=8)'
         in program.text
     )
     without_gpus = shared_devices(

@@ -31,3 +31,13 @@ def test_without_gpus_a_rank_computes_on_cpus(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert rank_device(Context(local_rank=7)).type == "cpu"
+
+
+def test_a_rank_with_gpus_refuses_to_compute_on_cpus(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        UserError, match="rank 1 of 'actor' has GPUs 2, 3, but torch cannot use CUDA: .*torch"
+    ):
+        rank_device(Context("actor", rank=1, world_size=2, devices=("2", "3")))

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from weft.dataflow.byte_units import GIB
-from weft.workers.node_memory import cgroup_folders, node_memory
+from weft.dataflow.cgroups import cgroup_folders
+from weft.workers.node_memory import node_memory
 
 
 def write(file: Path, text: str) -> None:
@@ -46,7 +47,7 @@ def test_the_older_kind_of_cgroup_has_limits_too(tmp_path: Path):
     write(job.parent / "memory.usage_in_bytes", f"{GIB}\n")
     found = node_memory(tmp_path)
     assert found is not None and (found.used_bytes, found.limit_bytes) == (GIB // 2, 2 * GIB)
-    assert cgroup_folders(tmp_path)[-2:] == [job, job.parent]
+    assert cgroup_folders("memory", tmp_path)[-2:] == [job, job.parent]
 
 
 def test_missing_kernel_files_give_no_limit(tmp_path: Path):

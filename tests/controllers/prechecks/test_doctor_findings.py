@@ -1,8 +1,10 @@
 """Findings of the doctor without any start: each fault of a machine is found, with a fix."""
 
 import resource
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from weft.controllers.prechecks import machine
 from weft.controllers.prechecks.machine import _Finding, _Package, look
 from weft.dataflow.byte_units import GIB
+from weft.workers.cuda_driver import cuda_of_driver
 
 
 def bad(findings: Iterable[tuple[str, _Finding]]) -> dict[str, tuple[str, str]]:
@@ -163,20 +166,14 @@ def test_limits_are_bad(finding: _Finding, outcome: str):
 
 
 @pytest.mark.parametrize(
-    ("files", "quota", "left"),
-    [
-        ({"cpu.max": "max 100000", "pids.max": "max", "pids.current": "7"}, None, None),
-        ({"cpu.max": "150000 100000", "pids.max": "50", "pids.current": "7"}, 1.5, 43),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0, None),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
-    ],
+    ("files", "left"),
+    [({"max": "max", "current": "7"}, None), ({"max": "50", "current": "7"}, 43), ({}, None)],
 )
-def test_limits_of_a_container_are_read(files: dict[str, str], quota: Any, left: Any, tmp_path: Path):
+def test_limits_of_a_container_are_read(files: dict[str, str], left: int | None, tmp_path: Path):
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert (machine.cpu_quota(tmp_path), machine.pids_left(tmp_path)) == (quota, left)
+        (tmp_path / "sys/fs/cgroup" / f"pids.{name}").write_text(text)
+    assert machine.pids_left(tmp_path) == left
 
 
 def test_few_free_ports_and_a_proxy_before_the_loopback_are_seen(tmp_path: Path):
@@ -191,6 +188,7 @@ def test_few_free_ports_and_a_proxy_before_the_loopback_are_seen(tmp_path: Path)
 
 
 H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
+H100 = "NVIDIA H100 80GB HBM3, 535.104.05, 81559, 4\n"
 
 
 @pytest.mark.parametrize(
@@ -200,12 +198,17 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
         (2, None, "12.8", {}, {"driver": "fail"}),
         (2, "No devices were found\n", "12.8", {}, {"driver": "warn"}),
         (2, H200, "12.8", {}, {"GPU 1": "warn"}),
+        (2, H200, "13.0", {}, {"driver": "fail", "GPU 1": "warn"}),
+        (1, H100, "13.0", {}, {"driver": "fail"}),
+        (1, H100, "12.9", {}, {}),
+        (1, H100.replace("535.104.05", "580.65.06"), "13.0", {}, {}),
+        (1, H100.replace("535.104.05", "515.65.01"), "12.9", {}, {"driver": "fail"}),
         (
             2,
             H200,
             "",
             {"CUDA_VISIBLE_DEVICES": "0"},
-            {"GPU 1": "warn", "torch": "warn", "CUDA_VISIBLE_DEVICES": "warn"},
+            {"GPU 1": "warn", "torch": "fail", "CUDA_VISIBLE_DEVICES": "warn"},
         ),
         (
             2,
@@ -219,8 +222,25 @@ H200 = "NVIDIA H200, 570.1, 143771, 4\nNVIDIA H200, 570.1, 143771, 90000\n"
 def test_gpus_are_bad(
     devices: int, driver: str | None, cuda: str, variables: Any, expected: dict[str, str]
 ):
-    found = bad(machine.gpu_findings(devices, driver, "why", cuda, variables))
+    found = bad(machine.gpu_findings(devices, driver, "why", cuda, "", variables))
     assert {name: outcome for name, (outcome, _) in found.items()} == expected
+
+
+def test_an_old_driver_with_newer_libraries_is_enough(tmp_path: Path):
+    found = dict(machine.gpu_findings(1, H100, "", "13.0", "13.0", {}))
+    assert found["driver"].found == "535.104.05, with libraries for CUDA 13.0 (cuda-compat)"
+    found = dict(machine.gpu_findings(1, H100, "", "13.0", "12.2", {}))
+    assert found["driver"].outcome == "fail" and "needs 580 or newer" in found["driver"].found
+
+
+@pytest.mark.skipif(which("cc") is None, reason="there is no C compiler")
+def test_the_cuda_version_of_the_drivers_library_is_read(tmp_path: Path):
+    assert cuda_of_driver(str(tmp_path / "libcuda.so.1")) == "", "there is no driver"
+    code = "int cuDriverGetVersion(int *version) { *version = 12040; return 0; }"
+    library = tmp_path / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=code, text=True, check=True)
+    assert cuda_of_driver(str(library)) == "12.4"
 
 
 def test_the_build_of_torch_is_read_without_importing_it(
