@@ -9,6 +9,9 @@
 | `by_rows_in_flight` | the same for each number of rows, with the simulator's time, and the second half's cost over the first's | |
 | `call_rank_us` | the same per call and rank | 200 |
 | `growth_1e3_to_1e6` | a row's cost with 1e6 rows in flight over that with 1e3, with equal steps and ranks | 1.3 |
+| `dispatch_tokens` | tokens that 8 training ranks compute for 64 prompts x 8 samples, over the minimum (`dispatch_tokens.py`) | 1.05 |
+| `dispatch_imbalance` | highest cost of a rank over the mean, minus 1, for the same | 0.01 |
+| `dispatch_by_case` | both, and the time to deal a row, also for 2 and 32 ranks | |
 | `resume_mb_s` | MB/s of log and ledgers that a resume reads after a kill (`recovery/resume.py`) | 500 |
 | `start_bytes_per_rank_ratio` | bytes that a rank reads or holds to load a model, over its shard (`model_loading.py`) | near 1 |
 
@@ -38,6 +41,7 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "row_us": lambda asked: _figure("row_cost", "row_us", asked.rows, asked.ranks, asked.profile),
     "call_rank_us": lambda asked: {"call_rank_us": _figure("call_cost", "call_rank_us", asked.ranks)},
     "growth_1e3_to_1e6": lambda _: _figure("row_cost", "growth", (1_000, 1_000_000)),
+    "dispatch_tokens": lambda _: _figure("dispatch_tokens", "dispatch_tokens"),
     "resume_mb_s": lambda _: {"resume_mb_s": _figure("resume", "resume_mb_s")},
     "start_bytes_per_rank_ratio": lambda _: {
         "start_bytes_per_rank_ratio": _figure("model_loading", "start_bytes_per_rank_ratio")

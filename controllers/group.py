@@ -17,9 +17,9 @@ import numpy as np
 
 from ..dataflow.buffer.leases import Lease, column_pieces
 from ..dataflow.buffer.ledger import Ledger
-from ..dataflow.column import DRAW_PATH
+from ..dataflow.column import DRAW_PATH, PROMPT_IDS
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
-from ..dataflow.graph import Handle, Node
+from ..dataflow.graph import SOURCE, Handle, Node
 from ..dataflow.metrics import Metrics
 from ..dataflow.operation import Shape
 from ..workers.dispatch import Coordinates, Dispatch, RowCost, RowSizes
@@ -315,6 +315,11 @@ class WorkerGroup:
         worker = self.handle.worker_class
         return worker.row_cost(self.handle.config) if issubclass(worker, Worker) else RowCost()
 
+    @cached_property
+    def _shares_prompts(self) -> bool:
+        worker = self.handle.worker_class
+        return issubclass(worker, Worker) and worker.shares_prompts(self.handle.config)
+
     @property
     def busy(self) -> bool:
         return len(self.calls) > 0
@@ -404,10 +409,7 @@ class WorkerGroup:
                 keep.add(self._ranks_of[replica][0])
                 begin += number
                 continue
-            tokens = rows.num_tokens[part]
-            # With one replica there is nothing to balance.
-            costs = self._row_cost(tokens) if len(self._replicas) > 1 else None
-            sizes = RowSizes(tokens, rows.group_ids[part], node.operation.whole_groups, costs)
+            sizes = self._sizes(lease, part)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {
                 rank: [begin + k for k in share] if begin else share for rank, share in given.items()
@@ -449,6 +451,18 @@ class WorkerGroup:
             call.by_load[self.mesh[rank].dp] = call.shares[rank]
         return call
 
+    def _sizes(self, lease: Lease, part: slice) -> RowSizes:
+        """Return what a protocol knows about some rows of a lease."""
+        node, tokens = lease.node, lease.num_tokens[part]
+        costs = prompt_costs = None
+        # With one replica there is nothing to balance.
+        if len(self._replicas) > 1:
+            costs = self._row_cost(tokens)
+            # All rows that descend from a source row have its prompt.
+            if node.level != SOURCE and node.writers.get(str(PROMPT_IDS)) == "" and self._shares_prompts:
+                prompt_costs = self._row_cost(np.minimum(lease.source_tokens[part], tokens))
+        return RowSizes(tokens, lease.group_ids[part], node.operation.whole_groups, costs, prompt_costs)
+
     def _distribute(
         self, dispatch: Dispatch, sizes: RowSizes, replica: int | None
     ) -> tuple[dict[int, Sequence[int]], set[int]]:
@@ -489,7 +503,6 @@ class _Rows:
     def __init__(self, ledger: Ledger, lease: Lease) -> None:
         node, self._ledger, self._lease = lease.node, ledger, lease
         self.ids, self.group_ids, self.parent_ids = lease.ids, lease.group_ids, lease.parent_ids
-        self.num_tokens = lease.num_tokens
         expands = node.operation.shape is Shape.EXPAND
         self._first_children = lease.first_children if expands else None
         level, self._draws = node.makes_level, None

@@ -47,7 +47,10 @@ class RowSizes:
     whole_groups: bool = False
     """Whether the rows of a group must stay together."""
     costs: np.ndarray | None = None
-    """[rows] cost of computing each row (`RowCost`). Default: its number of tokens."""
+    """[rows] cost of computing each row by itself (`RowCost`). Default: its number of tokens."""
+    prompt_costs: np.ndarray | None = None
+    """[rows] part of each row's cost that a replica pays only once for all its rows of a group: the
+    cost of their prompt. None if rows share no computation."""
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -76,7 +79,8 @@ class Dispatch:
     other calls keep all ranks' results."""
     SPLIT_BY_DP: ClassVar[Dispatch]
     """Split rows over data-parallel replicas, balanced by cost. A replica's ranks get the same
-    rows."""
+    rows. If rows share the computation of their prompt, a group's rows stay together unless
+    splitting them balances better."""
     SPLIT_BY_GENERATION_DP: ClassVar[Dispatch]
     """Split rows over generation replicas: each `micro_dp` of each `dp`. All ranks of a generation
     replica (its pipeline stages and tensor-parallel shards) get the same rows."""
@@ -124,13 +128,206 @@ def _split_by_generation_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shar
 
 def _split(rows: RowSizes, replicas: int) -> list[list[int]]:
     costs = rows.num_tokens if rows.costs is None else rows.costs
-    if rows.whole_groups:
-        _, index = np.unique(rows.group_ids, return_inverse=True)
-        of_groups = np.bincount(index, weights=costs)
-        members = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
-        parts = balance(of_groups, replicas)
-        return [sorted(i for group in part for i in members[group].tolist()) for part in parts]
-    return balance(costs, replicas)
+    shared = rows.prompt_costs
+    if replicas == 1 or not len(rows) or (shared is None and not rows.whole_groups):
+        return balance(costs, replicas)
+    _, group_of = np.unique(rows.group_ids, return_inverse=True)
+    own = costs if shared is None else costs - shared
+    # The rows of each group, the most expensive first.
+    order = np.lexsort((-own, group_of))
+    starts = np.flatnonzero(np.diff(group_of[order], prepend=-1))
+    groups = np.split(order, starts[1:])
+    of_groups = np.add.reduceat(own[order], starts)
+    if shared is not None:
+        prompts = shared[order[starts]]
+        of_groups = of_groups + prompts
+        if not rows.whole_groups:
+            if pays(float(of_groups.sum()), float(costs.sum())):
+                return _split_by_prompt(costs, own, groups, of_groups, prompts, replicas)
+            return balance(costs, replicas)
+    return _joined(groups, balance(of_groups, replicas))
+
+
+def _joined(pieces: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the rows of each part, in ascending order."""
+    return [sorted(row for piece in part for row in pieces[piece].tolist()) for part in parts]
+
+
+# Rows that share a prompt. A replica computes the prompt once for all its rows of a group, so a
+# group on two replicas costs its prompt twice.
+
+_GOOD = 0.005
+"""Stop if the highest load exceeds the mean by at most this share."""
+_LARGEST = (1, 0.75)
+"""Limits on the pieces of groups at first, in mean loads. Smaller pieces balance better, but repeat
+more prompts."""
+_CHOSEN = 8
+"""Try all subsets of this many rows."""
+_SUBSETS = (np.arange(1 << _CHOSEN)[:, None] >> np.arange(_CHOSEN)) & 1
+
+
+def _split_by_prompt(
+    costs: np.ndarray,
+    own: np.ndarray,
+    groups: Sequence[np.ndarray],
+    of_groups: np.ndarray,
+    prompts: np.ndarray,
+    replicas: int,
+) -> list[list[int]]:
+    """Split rows so that the highest load is low, and repeat few prompts.
+
+    Args:
+        costs: [rows] cost of each row by itself.
+        own: [rows] cost of each row without its prompt.
+        groups: the rows of each group, the most expensive first.
+        of_groups: [groups] cost of all rows of each group, with one prompt.
+        prompts: [groups] cost of each group's prompt.
+
+    Returns:
+        The rows of each replica.
+    """
+    mean, longest = float(of_groups.sum()) / replicas, float(costs.max())
+    if longest >= mean:
+        # No split is faster than the longest row, and single rows are the simplest split.
+        parts = balance(costs, replicas)
+        if max(float(costs[part].sum()) for part in parts) <= (1 + _GOOD) * longest:
+            return parts
+    best = None
+    for largest in _LARGEST:
+        pieces = _Pieces(own, groups, of_groups, prompts, largest * mean, replicas)
+        pieces.level()
+        if best is None or pieces.highest < best.highest:
+            best = pieces
+        if pieces.is_level:
+            break
+    assert best is not None
+    return best.parts
+
+
+class _Pieces:
+    """Pieces of groups on replicas.
+
+    `level` lowers the highest load step by step. Its replica exchanges a piece with another one, or
+    moves rows of a piece to the replica with the lowest load, which then computes the prompt too.
+    """
+
+    def __init__(
+        self,
+        own: np.ndarray,
+        groups: Sequence[np.ndarray],
+        of_groups: np.ndarray,
+        prompts: np.ndarray,
+        largest: float,
+        replicas: int,
+    ) -> None:
+        """Divide groups into pieces of at most about `largest`, and balance them. For the other
+        arguments see `_split_by_prompt`."""
+        self._own, self._rows, self._prompts = own, list(groups), prompts.tolist()
+        costs = of_groups.tolist()
+        for group in np.flatnonzero(of_groups > (1 + _GOOD) * largest).tolist():
+            rows, prompt = groups[group], self._prompts[group]
+            number = min(len(rows), math.ceil(costs[group] / largest - _GOOD))
+            first, *others = (rows[part] for part in balance(own[rows], number))
+            self._rows[group], costs[group] = first, prompt + float(own[first].sum())
+            self._rows += others
+            self._prompts += [prompt] * len(others)
+            costs += [prompt + float(own[part].sum()) for part in others]
+        self._costs, self._home = np.array(costs), np.empty(len(costs), np.int64)
+        for replica, pieces in enumerate(balance(costs, replicas)):
+            self._home[pieces] = replica
+        self._load = np.bincount(self._home, weights=self._costs, minlength=replicas)
+
+    @property
+    def highest(self) -> float:
+        return float(self._load.max())
+
+    @property
+    def is_level(self) -> bool:
+        return self.highest <= (1 + _GOOD) * float(self._load.mean())
+
+    @property
+    def parts(self) -> list[list[int]]:
+        parts: list[list[int]] = [[] for _ in self._load]
+        for piece, replica in enumerate(self._home.tolist()):
+            parts[replica].append(piece)
+        return _joined(self._rows, parts)
+
+    def level(self) -> None:
+        for _ in range(4 * len(self._load)):
+            if self.is_level:
+                return
+            mean, highest = float(self._load.mean()), self.highest
+            load, change = self._best_exchange()
+            if load - mean > (highest - mean) / 2:
+                lower, divide = self._best_division()
+                if lower < load:
+                    load, change = lower, divide
+            if load >= highest * (1 - 1e-9):
+                return
+            change()
+
+    def _best_exchange(self) -> tuple[float, Callable[[], None]]:
+        """Return the best exchange of a piece of the replica with the highest load for a piece of
+        another one, or for none, and the higher load of the two replicas after it."""
+        load, costs = self._load, self._costs
+        busiest, idlest = int(load.argmax()), int(load.argmin())
+        mine = np.flatnonzero(self._home == busiest)
+        # The last column exchanges a piece for none.
+        given = costs[mine, None] - np.append(costs, 0.0)
+        others = np.append(load[self._home], load[idlest])
+        highest = np.maximum(load[busiest] - given, others + given)
+        highest[:, mine] = math.inf
+        mine_at, theirs = divmod(int(highest.argmin()), highest.shape[1])
+
+        def exchange() -> None:
+            piece = int(mine[mine_at])
+            other = idlest if theirs == len(costs) else int(self._home[theirs])
+            if theirs < len(costs):
+                self._home[theirs] = busiest
+            self._home[piece] = other
+            load[busiest] -= given[mine_at, theirs]
+            load[other] += given[mine_at, theirs]
+
+        return float(highest[mine_at, theirs]), exchange
+
+    def _best_division(self) -> tuple[float, Callable[[], None]]:
+        """Like `_best_exchange`, but for rows of a piece that the replica with the lowest load takes
+        over."""
+        own, load = self._own, self._load
+        busiest, idlest = int(load.argmax()), int(load.argmin())
+        best, which, taken = math.inf, -1, np.zeros(0, bool)
+        for piece in np.flatnonzero(self._home == busiest).tolist():
+            costs, prompt = own[self._rows[piece]], self._prompts[piece]
+            few = min(len(costs), _CHOSEN)
+            wanted = min(load[busiest] - load.mean(), load.mean() - load[idlest] - prompt)
+            # Take long rows while they fit, and then the best subset of the shortest ones.
+            long = np.zeros(len(costs), bool)
+            for row in range(len(costs) - few):
+                long[row] = costs[row] <= wanted
+                wanted -= costs[row] * long[row]
+            moved = costs[long].sum() + _SUBSETS[: 1 << few, :few] @ costs[len(costs) - few :]
+            highest = np.maximum(load[busiest] - moved, load[idlest] + prompt + moved)
+            # Neither no rows nor all.
+            highest[0] = highest[0] if long.any() else math.inf
+            highest[-1] = highest[-1] if not long[: len(costs) - few].all() else math.inf
+            subset = int(highest.argmin())
+            if highest[subset] < best:
+                best, which, taken = float(highest[subset]), piece, long
+                taken[len(costs) - few :] = _SUBSETS[subset, :few]
+
+        def divide() -> None:
+            rows, prompt = self._rows[which], self._prompts[which]
+            moved = float(own[rows[taken]].sum())
+            self._rows[which] = rows[~taken]
+            self._rows.append(rows[taken])
+            self._prompts.append(prompt)
+            self._costs[which] -= moved
+            self._costs = np.append(self._costs, prompt + moved)
+            self._home = np.append(self._home, idlest)
+            load[busiest] -= moved
+            load[idlest] += prompt + moved
+
+        return best, divide
 
 
 def one_per_replica(mesh: Sequence[Coordinates]) -> list[int]:
@@ -175,6 +372,15 @@ class RowCost:
     def __call__(self, num_tokens: np.ndarray) -> np.ndarray:
         tokens = np.asarray(num_tokens, np.float64)
         return tokens * (1 + tokens / self.attention_length)
+
+
+GAIN = 1 / 16
+"""Minimum share of the cost that prompt sharing must save, because it copies the shared tokens."""
+
+
+def pays(shared: float, alone: float) -> bool:
+    """Return whether rows that share prompts cost enough less than rows by themselves."""
+    return shared <= (1 - GAIN) * alone
 
 
 def row_cost_of(model: str | Path) -> RowCost:

@@ -31,6 +31,7 @@ from .models.model_folder import (
     check_vocabulary,
     complete_text_settings,
     context_of,
+    may_share_prompts,
     num_experts,
     read_model_config,
 )
@@ -94,6 +95,11 @@ class EngineWorker(Worker):
     @classmethod
     def row_cost(cls, config: Any) -> RowCost:
         return row_cost_of(config.model)
+
+    @classmethod
+    def shares_prompts(cls, config: Any) -> bool:
+        can = config.engine is None or getattr(config.engine, "shares_prompts", False)
+        return can and config.sequence_parallel == 1 and may_share_prompts(config.model)
 
     @property
     def coordinates(self) -> Coordinates:

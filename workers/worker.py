@@ -213,6 +213,12 @@ class Worker:
         return RowCost()
 
     @classmethod
+    def shares_prompts(cls, config: Any) -> bool:
+        """Return whether a rank computes a prompt once for all its rows of a call. The rows of a
+        group then stay on one replica, unless splitting them balances better."""
+        return False
+
+    @classmethod
     def longest_prompt(cls, config: Any, nodes: Sequence[Node]) -> int | None:
         """Return the maximum number of prompt tokens that these calls allow, or None."""
         return None

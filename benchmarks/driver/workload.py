@@ -66,9 +66,13 @@ class Reward(weft.Worker):
 class Actor(weft.Worker):
     Config = Settings
 
+    @classmethod
+    def shares_prompts(cls, config: Any) -> bool:
+        return True
+
     @remote(
         dispatch=weft.Dispatch.SPLIT_BY_DP,
-        reads=("response_ids", "advantages"),
+        reads=("prompt_ids", "response_ids", "advantages"),
         takes=lambda epochs: TrainingBatch(accumulates=epochs == 1),
     )
     def update(self, samples: weft.Batch, *, epochs: int = 1, last: bool = True) -> Metrics: ...

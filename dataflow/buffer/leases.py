@@ -269,6 +269,11 @@ class Lease:
         ]
         return np.array([ids[of[place]] for ids, of, places in parents for place in places], np.int64)
 
+    @property
+    def source_tokens(self) -> np.ndarray:
+        """[rows] int64 number of tokens of the source row of each row's group."""
+        return self.of_groups([group.levels[SOURCE].tokens[0] for group in self.groups])
+
     def is_whole(self, published: Published) -> bool:
         """Return whether a report has all rows of the lease, in order."""
         ids = published.ids

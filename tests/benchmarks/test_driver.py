@@ -26,3 +26,15 @@ def test_every_figure_that_was_not_asked_for_is_null(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures.pop("call_rank_us") > 0
     assert set(figures) == set(program["FIGURES"]) - {"call_rank_us"} and not any(figures.values())
+
+
+def test_ranks_compute_few_prompts_twice_and_are_balanced(load: Any, monkeypatch: pytest.MonkeyPatch):
+    module = load("driver/dispatch_tokens")
+    monkeypatch.setattr(module, "DRAWS", 1)
+    figures = module.dispatch_tokens()
+    assert figures["dispatch_tokens"] <= 1.05 and figures["dispatch_imbalance"] <= 0.01
+    by_case = figures["dispatch_by_case"]
+    for distribution in ("equal", "log-normal"):
+        for ranks in (2, 32):
+            assert by_case[f"{distribution}, {ranks} ranks"]["tokens"] <= 1.05
+    assert by_case["equal, 8 ranks, dealt by rows"]["tokens"] > 1.4

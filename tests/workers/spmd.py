@@ -83,7 +83,8 @@ def main(path: Path, rank: int) -> None:
     parts = [[k for k, row in enumerate(case["shares"][rank]) if row in part] for part in case["parts"]]
     gradient, metrics = one_step(worker, share, parts=parts or None)
     engine = cast(Any, worker.engine)
-    plan, _ = engine._plan(engine._rows(share, ()))
+    batch = engine._rows(share, ())
+    plan, _ = engine._plan(batch)
     weights = {name: tensor.clone() for name, tensor in worker.engine.named_tensors()}
     worker.save(folder / "saved")
     published = worker.publish_weights(1)
@@ -96,6 +97,7 @@ def main(path: Path, rank: int) -> None:
         "gradient": gradient,
         "metrics": metrics,
         "microbatches": [len(part) for part in plan],
+        "tokens": sum(len(batch.inputs(part)[0]) for part in plan if len(part)),
         "weights": weights,
         "logprobs": logprobs,
         "after": dict(zip(case["shares"][rank], after, strict=True)),

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -138,6 +139,85 @@ def test_collected_ranks_hold_each_row_exactly_once(
     if whole:
         homes = [{groups[i] for i in shares[r]} for r in kept]
         assert sum(map(len, homes)) == len(set(groups))
+
+
+# Rows that share a prompt
+
+
+def sharing(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> RowSizes:
+    """Return rows that cost their tokens, in groups with these prompts and responses."""
+    groups = np.repeat(np.arange(len(prompts)), [len(own) for own in responses])
+    shared = np.asarray(prompts, float)[groups]
+    tokens = np.array([length for own in responses for length in own]) + shared
+    return RowSizes(tokens, groups, costs=tokens, prompt_costs=shared)
+
+
+def loads(rows: RowSizes, shares: Sequence[Sequence[int] | None]) -> list[float]:
+    """Return the cost of each share, with each prompt once."""
+    assert rows.costs is not None and rows.prompt_costs is not None
+    found = []
+    for share in shares:
+        own = np.array(share, int)
+        _, first = np.unique(rows.group_ids[own], return_index=True)
+        prompts = rows.prompt_costs[own]
+        found.append(float((rows.costs[own] - prompts).sum() + prompts[first].sum()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 32, 64])
+def test_rows_of_a_prompt_stay_together(ranks: int):
+    rows = sharing([1024] * 64, [[2048] * 8] * 64)
+    shares = Dispatch.SPLIT_BY_DP.distribute(rows, mesh(ranks))
+    assert all(len(set(rows.group_ids[list(share or ())])) == 64 // ranks for share in shares)
+    assert set(loads(rows, shares)) == {64 // ranks * (1024 + 8 * 2048)}
+
+
+def test_a_prompt_is_split_where_that_balances_better():
+    one = sharing([10], [[40, 30, 20, 10]])
+    assert Dispatch.SPLIT_BY_DP.distribute(one, mesh(2)) == [[0, 3], [1, 2]]
+    # Three groups on two ranks: the third is split, and no other.
+    three = sharing([10] * 3, [[25] * 4] * 3)
+    shares = Dispatch.SPLIT_BY_DP.distribute(three, mesh(2))
+    assert loads(three, shares) == [170, 170]
+    assert sorted(len(set(three.group_ids[list(share or ())])) for share in shares) == [2, 2]
+
+
+def test_rows_that_share_little_are_dealt_one_by_one():
+    rows = sharing([1] * 6, [[50] * 3] * 6)
+    alone = replace(rows, prompt_costs=None)
+    split = Dispatch.SPLIT_BY_DP.distribute
+    assert split(rows, mesh(4)) == split(alone, mesh(4)) == split(sizes([51] * 18), mesh(4))
+
+
+def test_a_row_longer_than_an_equal_share_gets_a_rank_of_its_own():
+    rows = sharing([10, 10], [[1000, 5, 5], [5, 5, 5]])
+    shares = Dispatch.SPLIT_BY_DP.distribute(rows, mesh(2))
+    assert shares == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_whole_groups_are_balanced_with_their_prompt_counted_once():
+    # One by one, the rows of the first group cost 4 x 110; together 100 + 4 x 10.
+    rows = replace(sharing([100, 5, 5, 5], [[10] * 4, [90], [90], [90]]), whole_groups=True)
+    shares = Dispatch.SPLIT_BY_DP.distribute(rows, mesh(2))
+    assert shares == [[0, 1, 2, 3, 6], [4, 5]] and loads(rows, shares) == [235, 190]
+
+
+@given(
+    prompts=st.lists(st.integers(0, 500), min_size=1, max_size=12),
+    dp=st.integers(1, 9),
+    data=st.data(),
+)
+def test_rows_that_share_prompts_are_dealt_once_and_about_evenly(
+    prompts: list[int], dp: int, data: st.DataObject
+):
+    lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
+    rows = sharing(prompts, [data.draw(lengths) for _ in prompts])
+    shares = Dispatch.SPLIT_BY_DP.distribute(rows, mesh(dp))
+    assert sorted(row for share in shares for row in share or ()) == list(range(len(rows)))
+    assert shares == Dispatch.SPLIT_BY_DP.distribute(rows, mesh(dp)), "the same rows, the same split"
+    assert rows.costs is not None and rows.prompt_costs is not None
+    by_rows = Dispatch.SPLIT_BY_DP.distribute(replace(rows, prompt_costs=None), mesh(dp))
+    assert max(loads(rows, shares)) <= max(loads(rows, by_rows)) + rows.costs.max()
 
 
 # Protocols as values

@@ -1,5 +1,7 @@
 """Random rows for training workers."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from weft.dataflow.batch import Batch
@@ -20,6 +22,24 @@ def make_rows(num_rows: int, seed: int = 0) -> Batch:
         old_logprobs=(-4.5 + 0.3 * rng.normal(size=num_tokens), cu_seqlens),
         reference_logprobs=(-4.5 + 0.3 * rng.normal(size=num_tokens), cu_seqlens),
     )
+
+
+def make_groups(num_groups: int, prompt_tokens: int, responses: Sequence[int]) -> Batch:
+    """Return groups of rows with equal prompts and responses of these lengths, in random order."""
+    rng, samples = np.random.default_rng(2), len(responses)
+    cu_seqlens = np.concatenate([[0], np.cumsum(np.tile(responses, num_groups))])
+    drawn = rng.normal(size=int(cu_seqlens[-1]))
+    return Batch.of(
+        sample_id=np.arange(num_groups * samples),
+        group_id=np.repeat(np.arange(num_groups), samples),
+        prompt_ids=np.repeat(rng.integers(0, 97, (num_groups, prompt_tokens)), samples, 0).tolist(),
+        response_ids=(rng.integers(0, 97, len(drawn)), cu_seqlens),
+        response_mask=(np.ones(len(drawn), np.uint8), cu_seqlens),
+        temperature=np.ones(num_groups * samples),
+        advantages=(drawn, cu_seqlens),
+        old_logprobs=(-4.5 + 0.3 * drawn, cu_seqlens),
+        reference_logprobs=(-4.5 - 0.3 * drawn, cu_seqlens),
+    ).take(rng.permutation(num_groups * samples))
 
 
 def make_pairs(rows: Batch) -> Batch:

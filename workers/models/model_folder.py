@@ -290,6 +290,21 @@ def sees_images(settings: Mapping[str, Any]) -> bool:
     return bool(causal) and kind not in causal and kind in with_images
 
 
+def may_share_prompts(model: str | Path) -> bool:
+    """Return whether a model's settings allow rows to share the computation of their prompt: it
+    reads no images, and its rope does not depend on a row's length. `agreement.py` checks the
+    actual results."""
+    try:
+        settings = read_model_config(model)
+    except UserError:
+        return False
+    text = text_settings(settings)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = [rope, *rope.values()]  # some models have one rope for each kind of layer
+    names = [str(kind.get("rope_type", kind.get("type"))) for kind in kinds if isinstance(kind, Mapping)]
+    return not sees_images(settings) and not any(n == "longrope" or "dynamic" in n for n in names)
+
+
 def check_scalar_head(model: str | Path, settings: Mapping[str, Any]) -> None:
     """Check that a model of this type can have a scalar head: it must not read images."""
     if sees_images(settings):

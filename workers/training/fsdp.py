@@ -74,6 +74,9 @@ class FsdpEngine:
     trained, or cannot be split over the ranks.
     """
 
+    shares_prompts = True
+    """Whether a microbatch computes a prompt once for all its rows (`Worker.shares_prompts`)."""
+
     def __init__(
         self,
         config: ModelConfig,

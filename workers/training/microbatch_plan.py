@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...dataflow.graph import Node
-from ..dispatch import RowCost
+from ..dispatch import RowCost, pays
 
 STEPS = 128
 """The search for a token limit stops at this fraction of the largest limit (1/128)."""
@@ -198,8 +198,6 @@ def level_microbatches(
 # gradients of all its responses there.
 
 
-GAIN = 1 / 16
-"""Minimum share of the cost that prompt sharing must save, because it copies the shared tokens."""
 _PADDED = 8
 """Limit on the padded keys of a microbatch's responses, as a multiple of its tokens."""
 _SEEN = 1 << 27
@@ -238,7 +236,7 @@ class SharingCost:
         """Return whether prompt sharing saves more than its copies cost; for the arguments see
         `plan_shared`."""
         alone = float(self.row(prompts + after).sum())
-        return self.shared(prompts, after, same) <= (1 - GAIN) * alone
+        return pays(self.shared(prompts, after, same), alone)
 
 
 def equal_prompts(

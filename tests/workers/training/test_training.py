@@ -12,6 +12,7 @@ import spmd
 import torch
 from ranks import run_processes
 from torch.nn import functional as F
+from training_rows import make_groups
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from weft.algorithms.policy_loss import PolicyLoss
@@ -19,7 +20,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.metrics import merge
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.dispatch import Coordinates
+from weft.workers.dispatch import Coordinates, Dispatch, RowSizes
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training.microbatch_plan import plan_microbatches
 from weft.workers.training.microbatches import check_rows, tokens_of
@@ -127,6 +128,32 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(
         split == "two ranks, layer by layer"
     ):  # in lockstep, three rows spread over as many microbatches as twenty
         assert ranks[1]["microbatches"] == [1, 1, 1] + [0] * (len(ranks[0]["microbatches"]) - 3)
+
+
+@pytest.mark.parametrize("gather", ["once", pytest.param("layerwise", marks=pytest.mark.thorough)])
+def test_two_ranks_compute_each_prompt_once_and_the_gradient_of_one_rank(
+    tiny_model: Path, tmp_path: Path, gather: str
+):
+    rows = make_groups(6, 40, [7, 3, 9, 5])
+    config = ActorConfig(model=str(tiny_model), learning_rate=1e-3)
+    assert ActorWorker.shares_prompts(config)
+    lengths, groups, cost = np.full(24, 40), rows.numpy("group_id"), ActorWorker.row_cost(config)
+    total = lengths + rows.lengths("response_ids")
+
+    def dealt(prompt_costs: np.ndarray | None) -> list[list[int]]:
+        sizes = RowSizes(total, groups, costs=cost(total), prompt_costs=prompt_costs)
+        mesh = [Coordinates(), Coordinates(dp=1)]
+        return [list(share or ()) for share in Dispatch.SPLIT_BY_DP.distribute(sizes, mesh)]
+
+    shares = dealt(cost(lengths))
+    ranks = check_ranks(tiny_model, rows, tmp_path, shares, {"gather": gather})
+    assert [len(set(groups[share])) for share in shares] == [3, 3]
+    # The model reads all tokens of a response but the last.
+    assert sum(rank["tokens"] for rank in ranks) == 6 * 40 + 6 * 24 - 24
+    by_rows = dealt(None)
+    assert sum(len(set(groups[share])) for share in by_rows) > 9, (
+        "dealt alone, prompts are computed again"
+    )
 
 
 def test_the_gradient_does_not_depend_on_the_parts_that_rows_come_in(tiny_model: Path, rows: Batch):
