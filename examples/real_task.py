@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 import weft
 from weft.controllers.node_layout import machine_cpus, machine_gpus
 
-GPU_SHARE = 0.6
-"""Share of a GPU's memory for vLLM, which takes turns on the GPU with other groups."""
+GPU_SHARE = 0.85
+"""Share of a GPU's memory for vLLM. Offloaded groups on the GPU keep a few GiB of the rest."""
 
 
 class RealSettings(weft.Config):
