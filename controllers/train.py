@@ -288,13 +288,16 @@ def _nodes() -> Nodes:
     return RayCluster(None).nodes()
 
 
+GPU_SHARE = 0.85
+"""Share of a GPU for vLLM. Offloaded groups keep their CUDA contexts, buffers and fragments."""
+
+
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
     """Return settings with which all groups share the nodes.
 
-    Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
-    others. They leave CPUs for processes that compute rewards. Without GPUs, they have one rank on
-    each node of a cluster, and a single machine runs everything in one process. Groups without a
-    model run on any free CPU.
+    Groups with a model take turns on all GPUs and compute in bfloat16. They leave CPUs for
+    processes that compute rewards. Without GPUs, they have one rank on each node of a cluster, and
+    a single machine runs everything in one process. Groups without a model run on any free CPU.
 
     >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]
@@ -319,7 +322,7 @@ def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _Sh
     model = {"dtype": "bfloat16"}
     return _SharedDevices(
         run,
-        rollout={"engine": "vllm", "gpu_memory_utilization": 0.6},
+        rollout={"engine": "vllm", "gpu_memory_utilization": GPU_SHARE},
         model=model,
         trained={**model, "activation_checkpointing": True},
     )

@@ -95,6 +95,17 @@ class WeightSync:
         """Whether followers are reading a group's weights, which must then not change."""
         return group.name in self._owing
 
+    def replaces(self, follower: WorkerGroup, request: CallRequest) -> bool:
+        """Whether a follower that gives up its devices for this request needs its weights no more:
+        an update of its leader has begun, and every update sends it new weights."""
+        if self._keeps is None or self._keeps(follower.name, follower.version):
+            return False
+        if any(edge.leader == follower.name for edge in self._edges):
+            return False
+        edges = [edge for edge in self._edges if edge.follower == follower.name]
+        leader = request.group
+        return leader.updating and [(e.leader, e.every) for e in edges] == [(leader.name, 1)]
+
     def publish(self, leader: str) -> list[CallRequest]:
         """Send the current weights to due followers: at once if ready, otherwise later."""
         group = self._groups[leader]

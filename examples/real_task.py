@@ -14,8 +14,8 @@ import weft
 from weft.controllers.node_layout import machine_cpus, machine_gpus
 from weft.workers.reward import reward_processes
 
-GPU_SHARE = 0.6
-"""Share of a GPU's memory for vLLM, which takes turns on the GPU with other groups."""
+GPU_SHARE = 0.85
+"""Share of a GPU's memory for vLLM. Offloaded groups on the GPU keep a few GiB of the rest."""
 
 
 class RealSettings(weft.Config):

@@ -417,8 +417,8 @@ class RolloutWorker(Worker):
     def onload(self) -> None:
         self.engine.wake_up()
 
-    def offload(self) -> None:
-        self.engine.sleep()
+    def offload(self, discard_weights: bool = False) -> None:
+        self.engine.sleep(discard_weights=discard_weights)
 
     def close(self) -> None:
         self.engine.close()
@@ -492,6 +492,12 @@ class RolloutWorker(Worker):
         if config.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
             return f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, and this one has rank {leader.lora.rank}"
         return ""
+
+    @classmethod
+    def discards_weights(cls, config: RolloutConfig) -> bool:
+        # An adapter's base model never arrives again.
+        own = RolloutWorker
+        return cls.offload is own.offload and cls.new_engine is own.new_engine and config.adapter is None
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:

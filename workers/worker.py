@@ -235,6 +235,12 @@ class Worker:
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
+    def discards_weights(cls, config: Any) -> bool:
+        """Return whether `offload` takes `discard_weights=True`: free the weights without a copy,
+        because new ones arrive after the next `onload`."""
+        return False
+
+    @classmethod
     def refuses_vllm_backends(cls, config: Any) -> str:
         """Return why vLLM's backends cannot send weights to such a group, or "" if they can."""
         return f"{cls.__name__} does not run vLLM"

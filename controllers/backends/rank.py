@@ -21,6 +21,7 @@ from ...dataflow.graph import Handle
 from ...dataflow.runs.files import make_file, make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
+from ...workers.rollout import RolloutWorker
 from ...workers.worker import Context, Worker
 from ..node_layout import devices, position
 from ..placement import Place
@@ -396,16 +397,19 @@ def start_rank(
         max_concurrency=MAX_CALLS,
     )
     rank = cloudpickle.dumps((_Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
-    return actor.remote(_environment(place, gpus), rank, found)
+    return actor.remote(_environment(handle, place, gpus), rank, found)
 
 
-def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
+def _environment(handle: Handle, place: Place, gpus: Sequence[str]) -> dict[str, str]:
     """Environment of a rank's process, to be set before any import that reads it."""
+    # Waiting OpenMP threads spin, which slows the thread that starts vLLM's kernels.
+    generates = issubclass(handle.worker_class, RolloutWorker)
+    threads = 1 if place.gpus and generates else place.threads
     return {
         **forwarded(os.environ),
         # Thread counts must be set before torch is imported.
-        "OMP_NUM_THREADS": str(place.threads),
-        "MKL_NUM_THREADS": str(place.threads),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         # Rank i of every group on a pool sees the same devices. Ray cannot guarantee this with

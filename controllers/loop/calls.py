@@ -25,6 +25,7 @@ from ..ranks.tasks import Reply
 from ..recovery.failures import Failures
 from ..recovery.saving import Saving
 from ..run_spec import RunHistory, RunSpec
+from ..weight_sync import WeightSync
 
 # Device turns of groups that share the devices of a pool
 
@@ -45,9 +46,13 @@ class _DeviceTurns:
         held by a ──request of b──> offloading a ──> onloading b ──> held by b
 
     Requests that need the devices wait for the change, and keep their order.
+
+    Args:
+        weights: Knows whether a group that is offloaded may discard its weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightSync) -> None:
+        self._weights = weights
         self._pools: dict[str, _Pool] = {}
 
     def ask(self, request: CallRequest) -> list[CallRequest]:
@@ -69,9 +74,14 @@ class _DeviceTurns:
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
             onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool))
-            ready.append(
-                CallRequest(before, "offload", then=lambda call: [onload]) if before else onload
-            )
+            if before is None:
+                return [*ready, onload]
+            handle, arguments = before.handle, {}
+            if handle.worker_class.discards_weights(handle.config) and self._weights.replaces(
+                before, pool.waiting[0]
+            ):
+                arguments = {"discard_weights": True}
+            ready.append(CallRequest(before, "offload", arguments, then=lambda call: [onload]))
         return ready
 
     def _onloaded(self, pool: _Pool) -> list[CallRequest]:
@@ -111,6 +121,7 @@ class Calls:
         graph_runs: GraphRuns,
         failures: Failures,
         saving: Saving,
+        weights: WeightSync,
         started: float,
     ) -> None:
         self._backend, self._clock, self._started = spec.backend, spec.backend.clock, started
@@ -121,7 +132,7 @@ class Calls:
         self._graph_runs = graph_runs
         self._failures = failures
         self._saving = saving
-        self._devices = _DeviceTurns()
+        self._devices = _DeviceTurns(weights)
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()

@@ -98,7 +98,16 @@ class Run:
         saved = [group for group in groups.values() if has_state(group.handle)]
         self._saving = saving = Saving(folder, spec.checkpoint, saved, spec.call_timeout_s)
         self._calls = calls = Calls(
-            spec, history, directory, buffer, groups, graph_runs, self._failures, saving, started
+            spec,
+            history,
+            directory,
+            buffer,
+            groups,
+            graph_runs,
+            self._failures,
+            saving,
+            weights,
+            started,
         )
         parts = spec, history, buffer, graph_runs, weights, calls
         self._admission = Admission(*parts)

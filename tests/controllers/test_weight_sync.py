@@ -287,7 +287,7 @@ def test_groups_that_take_turns_on_gpus_are_compared_one_after_the_other():
     weights, groups, _ = synced(pool=(shared := ResourcePool("shared", gpus=1)))
     groups["actor"] = Asked().group("actor", shared, Comparing)
     groups["rollout"] = Asked().group("rollout", shared, Sampling)
-    turns = _DeviceTurns()
+    turns = _DeviceTurns(weights)
 
     def run(request: CallRequest, result: Any = None) -> list[str]:
         """Return the calls that the request causes, including onload and offload."""

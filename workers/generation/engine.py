@@ -88,8 +88,9 @@ class GenerationEngine(Protocol):
         """Rebuild the KV cache of unfinished requests with the current weights."""
         ...
 
-    def sleep(self) -> None:
-        """Free device memory."""
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Free device memory. With `discard_weights`, the engine need not keep the weights, because
+        a new version will arrive after `wake_up`."""
         ...
 
     def wake_up(self) -> None:

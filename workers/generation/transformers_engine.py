@@ -260,7 +260,7 @@ class TransformersEngine:
     def recompute(self) -> None:
         self._oldest_keys = self.version  # each batch recomputes before its next token
 
-    def sleep(self) -> None:
+    def sleep(self, *, discard_weights: bool = False) -> None:
         self.model.to("cpu")
 
     def wake_up(self) -> None:

@@ -23,7 +23,7 @@ from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
 from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopCheck, stop_check_of
-from .vllm_settings import VllmSettings
+from .vllm_settings import VllmSettings, has_flashinfer_kernels
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -45,11 +45,11 @@ class _SleepingEngine:
         self._engine = engine
         self.on_device = {"weights", "kv_cache"}
 
-    def sleep(self) -> None:
-        """Move the weights to host memory, and free the KV cache."""
+    def sleep(self, *, discard_weights: bool) -> None:
+        """Free the KV cache. Free the weights too, or move them to host memory."""
         if self.on_device:
             self._wake("kv_cache")  # vLLM's allocator can only free memory that is allocated
-            self._engine.sleep(level=1)
+            self._engine.sleep(level=2 if discard_weights else 1)
             self.on_device.clear()
 
     def wake_weights(self) -> None:
@@ -99,10 +99,8 @@ class VllmEngine:
         self._images = images
         self._records_routes = routes and not on_gpu
         """Whether Weft's `weft_record_routes` records routes, rather than vLLM."""
-        # For routes on a GPU, `engine_arguments` enables prefix caching, so prompts need a cache
-        # salt there too.
-        self._prefix_caching = settings.prefix_caching or (routes and on_gpu)
-        if self._records_routes and settings.prefix_caching:
+        self._prefix_caching = settings.caches_prefixes(on_gpu, routes)
+        if self._records_routes and self._prefix_caching:
             raise GenerationError(
                 "routes=True and prefix_caching=True: on a CPU the routes of cached tokens "
                 "are unknown; leave one out"
@@ -188,6 +186,7 @@ class VllmEngine:
 
     def update_weights(self, weights: Weights) -> str:
         """See `GenerationEngine`. The parts of all ranks must add up to the published version."""
+        self._drain()
         self._whole = False
         if weights.backend:
             checksum = self._take_by_vllm(weights)
@@ -198,6 +197,10 @@ class VllmEngine:
         self._whole = True
         if self._images is not None:
             self._engine.reset_encoder_cache()  # features cached under the previous weights
+        if self._prefix_caching and self.num_unfinished:
+            # A waiting request has the salt of the previous version, but must not reuse its blocks.
+            cache = self._core.scheduler.kv_cache_manager
+            cache.evict_blocks(set(range(len(cache.block_pool.blocks))))
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return checksum
@@ -260,17 +263,32 @@ class VllmEngine:
 
     def recompute(self) -> None:
         """Return unfinished requests to vLLM's queue, so that vLLM rebuilds their KV cache."""
+        self._drain()
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    def sleep(self) -> None:
-        """Move the weights to host memory and free the KV cache. Does nothing on CPUs."""
-        if self._sleeping is not None:
-            self._sleeping.sleep()
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """See `GenerationEngine`. Does nothing on CPUs. An adapter's base model never arrives
+        again, so it moves to host memory."""
+        if self._sleeping is None:
+            return
+        self._drain()
+        discard_weights = discard_weights and self._adapter is None
+        self._sleeping.sleep(discard_weights=discard_weights)
+        if discard_weights:
+            self._whole = False
+            # torch would keep the pinned memory of earlier copies.
+            self._engine.collective_rpc("weft_free_host_cache")
 
     def wake_up(self) -> None:
         """Move the weights back. `generate` reclaims the KV cache after the next weight update."""
         if self._sleeping is not None:
             self._sleeping.wake_weights()
+
+    @property
+    def _core(self) -> Any:
+        """vLLM's `EngineCore`, in this process."""
+        client: Any = self._engine.engine_core
+        return client.engine_core
 
     @property
     def num_unfinished(self) -> int:
@@ -350,6 +368,21 @@ class VllmEngine:
             if request is not None:
                 routes = recorded if self._records_routes else output.outputs[0].routed_experts
                 self._finished[output.request_id] = self._response(output, request, routes)
+
+    def _drain(self) -> None:
+        """Finish the steps that vLLM has started but not returned, and start no other. Their tokens
+        get the current version."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._core
+        if not core.batch_queue:
+            return
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while core.batch_queue:
+                self._step()
+        finally:
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
         """End a request whose last token completes a stop string. Counts versions itself, because
@@ -445,13 +478,18 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
     # vLLM may read these at any time, so they stay set. The first one makes the engine run in this
     # process and end with it. Values that the user has set take precedence over all others.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # On a CPU, every start logs a dozen warnings about settings that Weft chooses.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if on_gpu else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # A fork would copy OpenMP's locks, even held ones.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if tensor_parallel > 1 and not on_gpu:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(tensor_parallel))
+    if on_gpu and not has_flashinfer_kernels():
+        # FlashInfer would download and compile kernels for minutes, or fail without a network.
+        for use in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+            os.environ.setdefault(use, "0")
     for_children = {
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -461,7 +499,8 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
         for_children["TORCH_COMPILE_DISABLE"] = "1"
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with _environment(for_children), _quiet(), warnings.catch_warnings():
+        quiet = contextlib.nullcontext() if on_gpu else _quiet()
+        with _environment(for_children), quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +43,12 @@ def memory_share(free: float | None) -> float:
     return 0.9 if free is None else max(0.01, min(0.9, math.floor(100 * (free - 0.02) + 1e-6) / 100))
 
 
+def has_flashinfer_kernels() -> bool:
+    """Return whether the packages with FlashInfer's compiled kernels are installed."""
+    packages = ("flashinfer_cubin", "flashinfer_jit_cache")
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
 class VllmSettings(Config):
     """Settings of the generation engine: batch size, devices and memory of vLLM."""
 
@@ -59,9 +66,10 @@ class VllmSettings(Config):
     """[share] Share of a GPU's memory for weights and KV cache. None selects 0.9, or the free share
     if that is less when the engine starts. Other groups on the GPU start before the engine and then
     free their memory. Lower it if groups take turns on a GPU and one runs out of memory."""
-    prefix_caching: bool = False
-    """Reuse the KV cache of prompt prefixes in later requests with the same weights. Set it if
-    prompts share long prefixes."""
+    prefix_caching: bool | None = None
+    """Reuse the KV cache of prompt prefixes in later requests with the same weights, such as the
+    other samples of a prompt. None enables it on GPUs. Set it on a CPU if prompts share prefixes of
+    more than 128 tokens."""
     compile: bool | None = None
     """Compile the model (and capture CUDA graphs). None compiles only on GPUs. On a CPU,
     compilation takes 20 s and a C++ compiler, and gives 4 % more tokens per second. Set it to False
@@ -112,26 +120,31 @@ class VllmSettings(Config):
             # In a placement group, vLLM would choose Ray's executor, which needs bundles that this
             # worker lacks.
             "distributed_executor_backend": "mp" if self.tensor_parallel > 1 else None,
-            "enable_prefix_caching": self.prefix_caching,
+            "enable_prefix_caching": self.caches_prefixes(on_gpu, routes),
             # On a CPU, vLLM cannot combine seeds with chunked prompts, because it cannot rewind the
             # random generator.
             "enable_chunked_prefill": on_gpu,
-            # A step must finish before it returns, so that tokens of old weights never get the new
-            # version.
-            "async_scheduling": False,
+            # The GPU computes a step while this process prepares the next one. vLLM's CPU platform
+            # switches it off.
+            "async_scheduling": on_gpu,
             "enforce_eager": not self.compiles(on_gpu),
             # Trainers compare with the sampling distribution, which includes the temperature.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
             "enable_sleep_mode": on_gpu,
+            "sleep_mode_offload_cudagraph": on_gpu,
+            "enable_flashinfer_autotune": on_gpu and has_flashinfer_kernels(),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "weight_transfer_config": {"backend": "weft"},
             "worker_extension_cls": "weft.workers.generation.vllm_worker.WorkerExtension",
         }
+        if on_gpu and self.tensor_parallel > 1 and not has_flashinfer_kernels():
+            # Otherwise, FlashInfer would compile this kernel at every first start.
+            arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
         if routes and on_gpu:
-            arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+            arguments["enable_return_routed_experts"] = True
         if images:  # the image processor needs a tokenizer; videos would reserve much memory
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
         if adapter is not None:
@@ -191,6 +204,11 @@ memory free; lower it below 4
                 f"but one response with its prompt may have {max_context:,}; raise it to "
                 f"{token_bytes * (max_context + 128) / GIB:.2g} or more, or lower max_context"
             )
+
+    def caches_prefixes(self, on_gpu: bool, routes: bool) -> bool:
+        if routes and on_gpu:  # vLLM stores the routes with the cached blocks
+            return True
+        return on_gpu if self.prefix_caching is None else self.prefix_caching
 
     def compiles(self, on_gpu: bool) -> bool:
         return on_gpu if self.compile is None else self.compile

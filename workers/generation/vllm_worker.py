@@ -493,6 +493,9 @@ class WorkerExtension:
     def weft_weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
 
+    def weft_free_host_cache(self) -> None:
+        torch.accelerator.empty_host_cache()
+
     def weft_unlink_shared_memory(self) -> None:
         """Unlink the names of shared memory between ranks on a CPU; the memory remains while ranks
         use it. vLLM leaves the files behind even after an orderly shutdown."""

@@ -11,7 +11,7 @@ STOP = 1
 CONTEXT = 128
 
 
-def save_model(folder: Path, *, tied: bool = True) -> Path:
+def save_model(folder: Path, *, tied: bool = True, context: int = CONTEXT) -> Path:
     """Save a Qwen2 with heads of 32, as vLLM needs on CPU, and weights large enough to prefer some
     tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -24,7 +24,7 @@ def save_model(folder: Path, *, tied: bool = True) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=tied,
         eos_token_id=STOP,
         pad_token_id=0,
