@@ -66,7 +66,7 @@ class StepSizes:
     prompt_tokens: float
     """Mean number of tokens of a prompt, or 0 if the source has none."""
     response_tokens: float
-    """Tokens of a response: the sampling limit, or the mean length in the data, or 0."""
+    """Tokens of a response: the largest sampling limit, or the mean length in the data, or 0."""
     sampled: bool
 
     @property
@@ -84,19 +84,17 @@ class StepSizes:
 
 def step_sizes(graph: Graph, prompts: int) -> StepSizes:
     """Return the sizes of a graph's work on `prompts` source rows."""
-    rows, sampling = {SOURCE: prompts}, None
+    rows, limits = {SOURCE: prompts}, list[int]()
     for node in graph.nodes:
         if node.operation.shape is Shape.EXPAND and node.makes_level is not None:
             number = node.arguments.get("n", 2 if str(PREFERRED) in node.writes else 1)
             rows[node.makes_level] = rows[node.level] * (number if isinstance(number, int) else 1)
-        given = node.arguments.get("sampling")
-        sampling = given if isinstance(given, Sampling) else sampling
+        if isinstance(sampling := node.arguments.get("sampling"), Sampling):
+            limits.append(sampling.max_tokens)
     responses = [_mean(graph, str(column)) for column in (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)]
     present = [length for length in responses if length]
-    longest = (
-        sampling.max_tokens if sampling is not None else float(np.mean(present)) if present else 0.0
-    )
-    return StepSizes(prompts, rows, _mean(graph, str(PROMPT_IDS)), longest, sampling is not None)
+    longest = max(limits) if limits else float(np.mean(present)) if present else 0.0
+    return StepSizes(prompts, rows, _mean(graph, str(PROMPT_IDS)), longest, bool(limits))
 
 
 def update_sizes(spec: RunSpec, node: Node, sizes: StepSizes) -> UpdateSizes:

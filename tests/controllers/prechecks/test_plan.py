@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.methods import supervised
+from weft.algorithms.sampling import Sampling
 from weft.controllers.driver import Driver
 from weft.controllers.node_layout import assumed_machine
 from weft.controllers.placement import Place, ResourcePool
@@ -25,7 +26,9 @@ from weft.controllers.simulation.costs import CostModel, Generation, LinearCost
 from weft.dataflow.errors import Planned, UserError
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 from weft.workers.actor import ActorWorker
+from weft.workers.rollout import RolloutWorker
 
 COSTS = CostModel(
     nodes={
@@ -164,3 +167,15 @@ def test_responses_of_data_count_with_their_mean_length():
     )
     sizes = step_sizes(supervised(rows, actor=group(ActorWorker, model="m")), 4)
     assert (sizes.prompt_tokens, sizes.response_tokens, sizes.sampled, sizes.rows) == (3, 15, False, 4)
+
+
+def test_the_longest_responses_of_a_graph_count_wherever_it_samples_them():
+    @graph
+    def twice(prompts: Any, *, rollout: Any, long: int, short: int) -> Any:
+        first = rollout.generate(prompts, n=1, sampling=Sampling(max_tokens=long))
+        return rollout.generate(first, n=1, sampling=Sampling(max_tokens=short))
+
+    rollout = group(RolloutWorker, model="m")
+    for long, short in ((30, 5), (5, 30)):
+        made = twice(prompts(4), rollout=rollout, long=long, short=short)
+        assert step_sizes(made, 4).response_tokens == 30
