@@ -14,6 +14,7 @@
 | `speedup_over_gather` | the same with a gather on every rank, CRC-32 on rank 0, shared memory, another CRC-32, and `load_weights` | 4 |
 | `gloo_over_mapped` | seconds with `transport="gloo"`, over mapped memory | |
 | `plan_70b_s` | seconds to plan 70B parameters from 64 FSDP ranks to 64 ranks of TP 8 | 5 |
+| `checksum_gelements_s` | billions of bfloat16 elements whose checksum one core computes in a second of CPU time, bucket by bucket | 1.5 |
 | `delta_bytes_share` | share of all bytes that a delta sends after a step that changed 1 % of the elements | 0.03 |
 | `bytes_over_sharded_rdt` | bytes that an engine's ranks receive, over vLLM's sharded_rdt for the same loaders | 1 |
 | `trainer_bytes_over_sharded_rdt` | bytes that the trainer's ranks send and gather, over sharded_rdt | 1 |
@@ -32,7 +33,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +44,11 @@ sys.path += [str(HERE / "resharding"), str(HERE)]
 FIGURES = (
     "plan_equals_bound", "wire_equals_plan", "wire_over_memcpy", "wire_over_memcpy_cpu", "speedup_over_object_store",
     "speedup_over_disk", "speedup_over_gather", "gloo_over_mapped", "plan_70b_s", "pause_share", "pause_share_without", "delta_bytes_share",
-    "real_layouts_ok", "real_layouts_tried", "bytes_over_sharded_rdt", "trainer_bytes_over_sharded_rdt",
+    "checksum_gelements_s", "real_layouts_ok", "real_layouts_tried", "bytes_over_sharded_rdt", "trainer_bytes_over_sharded_rdt",
 )  # fmt: skip
 
 
-PARTS = ("plans", "wire", "deltas", "layouts", "rdt")
+PARTS = ("plans", "wire", "checksum", "deltas", "layouts", "rdt")
 
 
 def plans(small: bool) -> dict[str, Any]:
@@ -67,6 +70,28 @@ def wire(small: bool, rounds: int) -> dict[str, Any]:
     return found
 
 
+def checksum(rounds: int) -> float:
+    """Return the slowest of several shapes of weights, each in a bucket of 16 MiB."""
+    import torch
+
+    from weft.resharding.buckets import BUCKET_BYTES, box_sum
+    from weft.resharding.weights import Box
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rates: list[float] = []
+    for columns in (1024, 4096, 14336):
+        tensor = torch.randn(BUCKET_BYTES // 2 // columns, columns).bfloat16()
+        box, shape, seconds = Box.full(tensor.shape), tuple(tensor.shape), list[float]()
+        for _ in range(rounds + 1):  # the first computes the factors
+            before = time.thread_time()
+            box_sum(tensor, box, shape)
+            seconds.append(time.thread_time() - before)
+        rates.append(tensor.numel() / statistics.median(seconds[1:]) / 1e9)
+    torch.set_num_threads(threads)
+    return round(min(rates), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,6 +105,8 @@ def main() -> None:
     figures: dict[str, Any] = dict.fromkeys(FIGURES)
     if "wire" in asked.only:
         figures |= wire(asked.small, asked.rounds)
+    if "checksum" in asked.only:
+        figures["checksum_gelements_s"] = checksum(asked.rounds)
     if "deltas" in asked.only:
         figures |= importlib.import_module("deltas").measure(asked.rounds, small=asked.small)
     if "layouts" in asked.only:

@@ -164,18 +164,31 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
 
 # Checksum
 #
-#     sum(tensor)  =  sum over elements of  bits(element) * row_factor(row) * column_factor(column)
+#     sum(tensor)  =  sum over elements of  value(element) * row_factor(row) * column_factor(column)
 #
 # modulo 2^64. The column is the index along the last dimension; the row is the flat index over all
 # others. Both refer to the whole tensor, so the sum does not depend on how a tensor is cut. All
 # factors are odd pseudo-random numbers. A slice that is missing, swapped, shifted or from another
-# version changes the sum, except with a chance of about 2^-64. The sum uses the bits of the
-# tensor's dtype, without rounding.
+# version changes the sum, except with a chance of about 2^-64.
+#
+# The value of an element is that of its bytes as digits from -128 to 127, lowest first, so elements
+# with different bits have different values. These digits make the sum over a row a product of int8
+# matrices, which is the fastest integer arithmetic of a CPU:
+#
+#     digits of the elements   [rows, columns * itemsize]
+#     digits of the factors    [columns * itemsize, 8]       byte i of an element counts 256^i times
 
 
-_BLOCK_ELEMENTS = 1 << 16
 SIGNED_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> signed integer dtype of that width, to read its bits."""
+_DIGIT_OFFSETS = 0x8080808080808080
+"""Adding 128 to each digit gives the bytes: `bits ^ offsets == value + offsets`."""
+_FEW_ROWS = 8
+"""Below this number of rows, reading the digits of the factors would take longer than the sum."""
+_PRODUCT_BYTES = 1 << 16
+"""[bytes] Longest row of a product: its int32 sums stay below 2^30."""
+_DEVICE_BLOCK_ELEMENTS = 1 << 20
+"""Elements that a device sums at once, because the products take 8 bytes each."""
 
 
 def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
@@ -188,26 +201,90 @@ def box_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
     >>> sum(box_sum(whole[part.slices], part, (3, 4)) for part in parts) % 2**64 == box_sum(whole, Box.full((3, 4)), (3, 4))
     True
     """
+    (found,) = read_sums([start_sum(tensor, box, shape)])
+    return found
+
+
+def start_sum(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int | torch.Tensor:
+    """Return the same as `box_sum`, but for `read_sums` if the tensor is on a device."""
     if not tensor.numel():
         return 0
-    bits = tensor.detach().view(SIGNED_BITS[tensor.element_size()])
-    bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
-    # For three or more dimensions, the row factors are copies, not views, and too large to cache.
-    rows, columns = (_factors_of if len(shape) < 3 else _factors_of.__wrapped__)(box, shape)
-    if bits.device.type == "cpu":
-        with np.errstate(over="ignore"):
-            return (
-                int((np.einsum("rc,c->r", bits.numpy(), columns) * rows).sum(dtype=np.int64))
-                % CHECKSUM_MODULUS
-            )
-    # Copy, because torch warns about read-only arrays.
-    on_device = torch.from_numpy(columns.copy()).to(bits.device)
-    step = max(1, _BLOCK_ELEMENTS * 16 // bits.shape[1])
-    # The products take 8 bytes per element, so compute them in blocks.
-    sums = torch.cat(
-        [(bits[first : first + step] * on_device).sum(1) for first in range(0, len(bits), step)]
-    )
-    return int((sums * torch.from_numpy(rows.copy()).to(bits.device)).sum().item()) % CHECKSUM_MODULUS
+    elements = tensor.detach()
+    elements = elements.reshape(-1, elements.shape[-1]) if elements.ndim else elements.reshape(1, 1)
+    start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
+    columns = shape[-1] if shape else 1
+    if elements.device.type != "cpu":
+        return _device_sum(elements, box, shape)
+    if len(elements) < _FEW_ROWS or not _multiplies_exactly():
+        sums = _row_sums(elements, _factors(1, columns)[start:stop])
+    else:
+        sums = _row_products(elements, _factor_digits(start, stop, columns, elements.element_size()))
+    with np.errstate(over="ignore"):
+        return int((sums * _row_factors_of(box, shape)).sum(dtype=np.int64)) % CHECKSUM_MODULUS
+
+
+def read_sums(sums: Sequence[int | torch.Tensor]) -> list[int]:
+    """Return the sums that `start_sum` gave. Waits for a device only once."""
+    started = [found for found in sums if isinstance(found, torch.Tensor)]
+    values = iter(torch.stack(started).tolist() if started else ())
+    return [
+        (next(values) if isinstance(found, torch.Tensor) else found) % CHECKSUM_MODULUS for found in sums
+    ]
+
+
+def _row_products(elements: torch.Tensor, digits: torch.Tensor) -> np.ndarray:
+    """Return the sums of values times column factors, for each row of a matrix: [rows] int64."""
+    # Via one dimension, because torch calls a single column contiguous whatever its stride.
+    content = elements.contiguous().view(-1).view(torch.int8).view(len(elements), -1)
+    with np.errstate(over="ignore"):
+        total = np.zeros(len(content), np.int64)
+        for first in range(0, content.shape[1], _PRODUCT_BYTES):
+            piece = slice(first, first + _PRODUCT_BYTES)
+            # [rows, 8]: the factors' digits, each with the weight of its place
+            found = torch._int_mm(content[:, piece], digits[piece]).numpy()
+            for place in range(8):
+                total += found[:, place].astype(np.int64) << (8 * place)
+    return total
+
+
+def _row_sums(elements: torch.Tensor, factors: np.ndarray) -> np.ndarray:
+    """Return the same as `_row_products`, given the factors of the columns."""
+    width = elements.element_size()
+    bits = elements.view(SIGNED_BITS[width]).numpy().view(f"u{width}")
+    offsets = bits.dtype.type(_DIGIT_OFFSETS & (1 << 8 * width) - 1)
+    unsigned = factors.view(np.uint64)
+    with np.errstate(over="ignore"):
+        sums = np.einsum("rc,c->r", bits ^ offsets, unsigned)
+        return (sums - np.uint64(offsets) * unsigned.sum(dtype=np.uint64)).view(np.int64)
+
+
+def _device_sum(elements: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+    width = elements.element_size()
+    bits = elements.view(SIGNED_BITS[width])
+    # Signed 64-bit integers, whose products wrap like unsigned ones.
+    offsets = int(np.uint64(_DIGIT_OFFSETS & (1 << 8 * width) - 1).astype(np.int64))
+    mask = -1 if width == 8 else (1 << 8 * width) - 1
+    columns, rows = _device_factors_of(box, shape, bits.device)
+    step = max(1, _DEVICE_BLOCK_ELEMENTS // bits.shape[1])
+    sums: list[torch.Tensor] = []
+    for first in range(0, len(bits), step):
+        # `to` does not copy 64-bit elements, so change only the result of `&` in place.
+        values = bits[first : first + step].to(torch.int64) & mask
+        sums.append(values.bitwise_xor_(offsets).sub_(offsets).mul_(columns).sum(1))
+    return (torch.cat(sums) * rows).sum()
+
+
+@functools.cache
+def _multiplies_exactly() -> bool:
+    """Return whether torch multiplies int8 matrices exactly here. Without VNNI instructions, oneDNN
+    adds pairs of products in 16 bits, where they saturate."""
+    extremes = torch.tensor([-128, 127], dtype=torch.int8)
+    left, right = extremes.repeat(8)[:, None].repeat(1, 256), extremes.repeat(4).repeat(256, 1)
+    try:
+        found = torch._int_mm(left, right).numpy()
+    except (AttributeError, RuntimeError):
+        return False
+    return np.array_equal(found, left.numpy().astype(np.int32) @ right.numpy().astype(np.int32))
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -231,12 +308,35 @@ def _factors(kind: int, count: int) -> np.ndarray:
     return odd
 
 
-@functools.lru_cache(maxsize=1 << 15)
-def _factors_of(box: Box, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=64)
+def _factor_digits(start: int, stop: int, count: int, width: int) -> torch.Tensor:
+    """Return the digits of some columns' factors: [columns * width, 8] int8."""
+    shifts = 8 * np.arange(width, dtype=np.uint64)
+    factors = _factors(1, count)[start:stop].view(np.uint64)[:, None] << shifts
+    offsets = np.uint64(_DIGIT_OFFSETS)
+    with np.errstate(over="ignore"):
+        digits = ((factors + offsets) ^ offsets).astype("<u8")
+    return torch.from_numpy(digits.view(np.int8).reshape(-1, 8))
+
+
+def _row_factors_of(box: Box, shape: tuple[int, ...]) -> np.ndarray:
+    # For three or more dimensions, the factors are copies, not views, and too large to cache.
+    return (_row_factors if len(shape) < 3 else _row_factors.__wrapped__)(box, shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _device_factors_of(
+    box: Box, shape: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of a box's columns and rows on a device."""
     start, stop = (box.starts[-1], box.stops[-1]) if shape else (0, 1)
-    return _row_factors(box, shape), _factors(1, shape[-1] if shape else 1)[start:stop]
+    columns = _factors(1, shape[-1] if shape else 1)[start:stop]
+    # Copy, because torch warns about read-only arrays.
+    found = [torch.from_numpy(own.copy()).to(device) for own in (columns, _row_factors_of(box, shape))]
+    return found[0], found[1]
 
 
+@functools.lru_cache(maxsize=1 << 15)
 def _row_factors(box: Box, shape: tuple[int, ...]) -> np.ndarray:
     leading = shape[:-1]
     if not leading:
@@ -291,6 +391,13 @@ def device_of(transport: Transport) -> torch.device | None:
             f'transport="{transport}" moves weights from GPU to GPU, and torch finds none; use "auto"'
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def release_device_memory(device: torch.device) -> None:
+    """Return memory that torch keeps for reuse to the device, where other processes may need it."""
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()  # memory that receivers have unmapped
+        torch.cuda.empty_cache()
 
 
 def open_device_memory(said: dict[str, Any]) -> torch.Tensor:

@@ -30,12 +30,13 @@ from ..dataflow.errors import WeightSyncError, nearest
 from .buckets import (
     SLOTS,
     Entry,
-    box_sum,
     checksum_of,
     copy_elements,
     device_of,
     fingerprint,
     open_device_memory,
+    read_sums,
+    start_sum,
 )
 from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
 from .deltas import apply_delta
@@ -577,15 +578,25 @@ def receive_parts(
         incoming.layout,
         tuple((p.name, p.shape, p.box, str(p.tensor.dtype).removeprefix("torch.")) for p in parts),
     )
+    started: list[tuple[str, Copy, torch.Tensor]] = []
     sums = dict.fromkeys(own, 0)
+
+    def add(name: str, copy: Copy, found: int) -> None:
+        incoming.check(name, copy, found)
+        sums[name] += found
+
     for name, copy, source in incoming.slices(plan.received_by(0)):
         part = own[name]
         target = part.tensor[copy.box.within(part.box)]
         copy_elements(target, source)
         # A cast changes the bits, so check the elements as received.
-        found = box_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
-        incoming.check(name, copy, found)
-        sums[name] += found
+        found = start_sum(target if target.dtype == source.dtype else source, copy.box, part.shape)
+        if isinstance(found, torch.Tensor):
+            started.append((name, copy, found))
+        else:
+            add(name, copy, found)
+    for (name, copy, _), found in zip(started, read_sums([each[2] for each in started]), strict=True):
+        add(name, copy, found)
     found = [
         sums[p.name] % CHECKSUM_MODULUS if c else 0
         for p, c in zip(parts, counted or [True] * len(parts), strict=True)

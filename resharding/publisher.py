@@ -43,12 +43,13 @@ from .buckets import (
     SLOTS,
     Cutter,
     Entry,
-    box_sum,
     checksum_of,
     copy_elements,
     device_mapping,
     device_of,
     fingerprint,
+    read_sums,
+    start_sum,
 )
 from .connection import SMALL_BYTES, Connection, GroupChannel, Listener, Transport, reason
 from .deltas import Shadow, bits_of, delta_of, within
@@ -365,7 +366,7 @@ class _Transfer:
             for entry in self._buckets[number - SLOTS] if number >= SLOTS else ():
                 turn.changed.pop(entry, None)
             slot = number % SLOTS
-            sums = [self._fill(entry, slot) for entry in entries]
+            sums = read_sums([self._fill(entry, slot) for entry in entries])
             if shadow is not None:
                 turn.changed |= {
                     entry: shadow.changed(entry, bits_of(self._elements(entry, slot)))
@@ -394,12 +395,20 @@ class _Transfer:
             )
             return not self._ended and not all(s.gone for s in members)
 
-    def _fill(self, number: int, slot: int) -> int:
-        """Copy an entry into its bucket, unless it is read in place. Return its elements' sum."""
-        entry, target = self.entries[number], self._elements(number, slot)
-        if not entry.memory:
-            copy_elements(target, self._tensors[number])
-        return box_sum(target, entry.box, entry.shape)
+    def _fill(self, number: int, slot: int) -> int | torch.Tensor:
+        """Copy an entry into its bucket, unless it is read in place. Return its elements' sum, for
+        `read_sums`."""
+        entry, source, target = self.entries[number], self._tensors[number], self._elements(number, slot)
+        if entry.memory:
+            return start_sum(source, entry.box, entry.shape)
+        if source.device.type == "cpu" or target.device.type != "cpu":
+            copy_elements(target, source)
+            return start_sum(target, entry.box, entry.shape)
+        # Sum on the device before the copy to the host: a device sums a hundred times faster.
+        source = source.to(target.dtype)
+        found = start_sum(source, entry.box, entry.shape)
+        target.copy_(source)
+        return found
 
     def _elements(self, number: int, slot: int) -> torch.Tensor:
         entry = self.entries[number]

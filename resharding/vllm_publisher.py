@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES, box_sum
+from .buckets import BUCKET_BYTES, read_sums, release_device_memory, start_sum
 from .connection import listen
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
 from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weights
@@ -103,6 +103,7 @@ class VllmPublisher:
         self._ranks = ranks
         self._host = host
         self._bucket_bytes = bucket_bytes
+        self._device = device
         self._source = _GatheredTensors(ranks, device, advance)
         self._receivers = Receivers(host, together=self._backend.together) if rank == 0 else None
         self._trainer: TrainerWeightTransferEngine[Any] | None = None
@@ -132,6 +133,9 @@ class VllmPublisher:
                 return
             assert self._trainer is not None
             self._trainer.send_weights()
+            # The engines go on once they have the sums, and may need the memory. All ranks add up
+            # their sums, so rank 0 sends them after every rank has released its memory.
+            release_device_memory(self._device)
             tensors = self._source.complete_sums()
             if self._receivers is not None:
                 self._receivers.send_sums(tensors)
@@ -246,12 +250,12 @@ class _GatheredTensors(WeightSource):
         self._sums = {}
         for tensor in self._metadata:
             full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-            found = 0
+            found: list[int | torch.Tensor] = []
             for part in self._own.get(tensor.name, ()):
                 target = full[part.box.slices]
                 target.copy_(part.tensor.detach())  # casts to the dtype of the transfer
-                found += box_sum(target, part.box, tensor.shape)
-            self._sums[tensor.name] = found % CHECKSUM_MODULUS
+                found.append(start_sum(target, part.box, tensor.shape))
+            self._sums[tensor.name] = sum(read_sums(found)) % CHECKSUM_MODULUS
             if self._ranks > 1 and full.numel():
                 # At most one rank has a nonzero value at each byte, so the sum is the whole tensor.
                 dist.all_reduce(full.view(-1).view(torch.uint8))

@@ -66,7 +66,7 @@ class Trainer:
         self._engine: Any = self._worker.engine
         self._publishers: dict[str, Any] = {}
         self._timed = Timed()
-        self._timed.watch("checksums", transfer, "box_sum")
+        self._timed.watch("checksums", transfer, "start_sum")
         self._timed.watch("copies", transfer._Transfer, "_fill")
 
     def change(self) -> None:

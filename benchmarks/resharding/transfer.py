@@ -106,7 +106,7 @@ class Ways:
         self._llm: Any = self._engine._engine  # pyright: ignore[reportPrivateUsage]
         self._receiver = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)[0]
         self._timed = Timed()
-        self._timed.watch("checksums", vllm_worker, "box_sum")
+        self._timed.watch("checksums", vllm_worker, "start_sum")
         self._timed.watch(
             "repacking",
             vllm_writer,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from weft.resharding import buckets
 from weft.resharding.buckets import Entry, box_sum, checksum_of, tensor_factor
 from weft.resharding.weights import Box
 
@@ -21,27 +23,68 @@ def splitmix(number: int) -> int:
     return z ^ (z >> 31)
 
 
+def value(element: torch.Tensor) -> int:
+    """The bytes of an element as digits from -128 to 127, lowest first, independently."""
+    content = element.reshape(1).view(torch.int8).tolist()
+    return sum(digit * 256**place for place, digit in enumerate(content))
+
+
 def slow_sum(tensor: torch.Tensor) -> int:
-    bits = tensor.view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    )
     total = 0
     leading = tensor.shape[:-1]
     for row, index in enumerate(itertools.product(*map(range, leading))):
         for column in range(tensor.shape[-1]):
             total += (
-                int(bits[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
+                value(tensor[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
             )
     return total % (1 << 64)
+
+
+def sums_by_each_way(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The sum by products of int8 matrices, by a sum over elements, and as on a device."""
+    shape = tuple(tensor.shape)
+    box = Box.full(shape)
+    found = {box_sum(tensor, box, shape)}
+    monkeypatch.setattr(buckets, "_FEW_ROWS", 0)
+    found.add(box_sum(tensor, box, shape))
+    monkeypatch.setattr(buckets, "_multiplies_exactly", lambda: False)
+    found.add(box_sum(tensor, box, shape))
+    if tensor.numel():
+        matrix = tensor.reshape(-1, shape[-1])
+        found.add(int(buckets._device_sum(matrix, box, shape)) % 2**64)
+    return found
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64]
 )
-@pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 5), (2, 0), (1,)])
-def test_the_sum_is_that_over_elements(shape: tuple[int, ...], dtype: torch.dtype):
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 5), (2, 0), (1,), (9, 2)])
+def test_the_sum_is_that_over_elements(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     tensor = (torch.randn(shape) * 100).to(dtype)
-    assert box_sum(tensor, Box.full(shape), shape) == slow_sum(tensor)
+    assert sums_by_each_way(tensor, monkeypatch) == {slow_sum(tensor)}
+
+
+@pytest.mark.parametrize("value", [-128, -1, 0, 127])
+def test_the_sum_is_exact_for_extreme_bytes_in_rows_longer_than_a_product(
+    value: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(buckets, "_PRODUCT_BYTES", 512)
+    tensor = torch.full((9, 1500), value, dtype=torch.int8).view(torch.bfloat16)
+    assert sums_by_each_way(tensor, monkeypatch) == {slow_sum(tensor)}
+
+
+def test_elements_with_different_bits_have_different_values():
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    assert len({box_sum(one, Box.full((1,)), (1,)) for one in every[:, None]}) == 2**16
+
+
+def test_this_machine_multiplies_exactly():
+    # Otherwise, `test_the_sum_is_that_over_elements` does not test the products.
+    if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this machine has no VNNI instructions")
+    assert buckets._multiplies_exactly()
 
 
 @pytest.mark.parametrize("seed", range(20))

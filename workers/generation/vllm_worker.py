@@ -33,11 +33,20 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 )
 
 from ...dataflow.errors import WeightSyncError, nearest
-from ...resharding.buckets import box_sum, threads_beside
+from ...resharding.buckets import box_sum, read_sums, start_sum, threads_beside
 from ...resharding.incoming import PATIENCE_S, IncomingWeights, receive_parts
 from ...resharding.vllm_control import TensorSum
 from ...resharding.vllm_writer import WeightWriter, process_tied, record_layout, restore
-from ...resharding.weights import CHECKSUM_MODULUS, Box, Layout, RankWeights, ReshardPlan, Weights, whole
+from ...resharding.weights import (
+    CHECKSUM_MODULUS,
+    Box,
+    Copy,
+    Layout,
+    RankWeights,
+    ReshardPlan,
+    Weights,
+    whole,
+)
 
 
 @dataclass
@@ -125,6 +134,10 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     _arriving: _Loaded | None = None
     _staging: _Staging | None = None
     _sums: dict[str, dict[Box, int]]
+    """Sums of the written boxes. Those of a device are read after the last box."""
+    _started: list[tuple[str, Box, torch.Tensor]]
+    _copies: list[tuple[str, Copy]]
+    """Copies to check once their sums are read."""
 
     def init_transfer_engine(self, init_info: _NoInitInfo) -> None:
         """Do nothing."""
@@ -206,9 +219,14 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
     def _take(
         self, incoming: IncomingWeights, write: Callable[[Iterator[tuple[str, Box, torch.Tensor]]], None]
     ) -> _Loaded:
-        self._sums = {}
+        self._sums, self._started, self._copies = {}, [], []
         with threads_beside(incoming.neighbours):
             write(self._slices(incoming))
+        read = read_sums([found for _, _, found in self._started])
+        for (name, box, _), found in zip(self._started, read, strict=True):
+            self._add(name, box, found)
+        for name, copy in self._copies:
+            self._check(incoming, name, copy)
         received: dict[str, _Received] = {}
         for name, sums in self._sums.items():
             boxes = tuple((box.starts, box.stops, found) for box, found in sums.items())
@@ -227,18 +245,31 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
             wanted = self._plan.destination.tensors[name].dtype
             # A cast changes the bits, so sum the elements as they were received.
             if wanted != incoming.layout.tensors[name].dtype:
-                self._add(name, copy.box, box_sum(source, copy.box, incoming.layout.tensors[name].shape))
+                self._start(name, copy.box, source)
                 source = source.to(dtype=getattr(torch, wanted))
             yield name, copy.box, source
-            # The box was written in one piece, so compare it here.
-            if (found := self._sums[name].get(copy.box)) is not None:
-                incoming.check(name, copy, found)
+            if self._started:
+                self._copies.append((name, copy))
+            else:
+                self._check(incoming, name, copy)
 
     def _note(self, name: str, box: Box, elements: torch.Tensor) -> None:
         assert self._plan is not None and self._source is not None
-        tensor = self._source.tensors[name]
-        if tensor.dtype == self._plan.destination.tensors[name].dtype:
-            self._add(name, box, box_sum(elements, box, tensor.shape))
+        if self._source.tensors[name].dtype == self._plan.destination.tensors[name].dtype:
+            self._start(name, box, elements)
+
+    def _start(self, name: str, box: Box, elements: torch.Tensor) -> None:
+        assert self._source is not None
+        found = start_sum(elements, box, self._source.tensors[name].shape)
+        if isinstance(found, torch.Tensor):
+            self._started.append((name, box, found))
+        else:
+            self._add(name, box, found)
+
+    def _check(self, incoming: IncomingWeights, name: str, copy: Copy) -> None:
+        """Compare a copy with the published elements, if it was written in one piece."""
+        if (found := self._sums.get(name, {}).get(copy.box)) is not None:
+            incoming.check(name, copy, found)
 
     def _add(self, name: str, box: Box, found: int) -> None:
         if self._sums.setdefault(name, {}).setdefault(box, found) != found:
