@@ -157,11 +157,15 @@ def _collect(rendezvous: str, ranks: int, devices: Sequence[str], rank: int) -> 
     return seconds[0], seconds[1]
 
 
+_COPIED = {False: 64 * MIB, True: 2 * GIB}
+"""[bytes] Size of a copy: on CPUs, and on GPUs."""
+
+
 def copies(case: Case) -> Figures:
     """Copy between host and GPU memory, on all GPUs at the same time."""
     import torch
 
-    num_bytes = 2 * GIB if case.gpu else 64 * MIB
+    num_bytes = _COPIED[case.gpu]
     gpus = torch.cuda.device_count() if case.gpu else 0
     devices = [torch.device("cuda", k) for k in range(gpus)] or [torch.device("cpu")]
     there = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices]
