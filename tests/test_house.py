@@ -23,8 +23,9 @@ MAY_IMPORT = {
 """Allowed imports between the floors. Other folders may import everything, and only `__main__`
 imports commands."""
 
-EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors"}
-"""torch on demand, and the tree of exceptions: they import nothing else, so anyone may use them."""
+EVERYBODY_MAY_IMPORT = {"weft.dataflow.lazy", "weft.dataflow.errors", "weft.dataflow.cgroups"}
+"""torch on demand, the tree of exceptions, and the CPUs of a process: they import nothing else, so anyone
+may use them."""
 
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "base", "impl", "manager"}
 

@@ -284,6 +284,13 @@ class VllmEngine:
         if self._sleeping is not None:
             self._sleeping.wake_weights()
 
+    def facts(self) -> dict[str, float | str]:
+        """Return what vLLM chose: its model runner, and the room for keys and values."""
+        runner: str = self._engine.collective_rpc("weft_model_runner")[0]
+        cache: Any = self._engine.vllm_config.cache_config
+        blocks = cache.num_gpu_blocks or 0
+        return {"model runner": runner, "KV cache (tokens)": blocks * cache.block_size}
+
     @property
     def _core(self) -> Any:
         """vLLM's `EngineCore`, in this process."""

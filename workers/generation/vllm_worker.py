@@ -527,6 +527,11 @@ class WorkerExtension:
     def weft_free_host_cache(self) -> None:
         torch.accelerator.empty_host_cache()
 
+    def weft_model_runner(self) -> str:
+        """Return the version of vLLM's model runner. The newer one is in a package of its own."""
+        module = type(self.model_runner).__module__
+        return "V2" if ".worker.gpu." in module or ".worker.cpu." in module else "V1"
+
     def weft_unlink_shared_memory(self) -> None:
         """Unlink the names of shared memory between ranks on a CPU; the memory remains while ranks
         use it. vLLM leaves the files behind even after an orderly shutdown."""

