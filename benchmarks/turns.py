@@ -53,6 +53,21 @@ class Turns:
         print(json.dumps(facts), file=self._out)
 
 
+class CountedSteps(Turns):
+    """The side of a system that runs alone: it makes a number of steps, and keeps its reports."""
+
+    def __init__(self, steps: int) -> None:
+        self.said: Steps = []
+        self._left = steps
+
+    def go_on(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def say(self, **facts: Any) -> None:
+        self.said.append(facts)
+
+
 class System:
     """The harness's side: one process with its reports and its log.
 

@@ -33,6 +33,7 @@ class Workload:
     mlp: int
     num_samples: int = 8
     """Responses per prompt."""
+    prompt_tokens: int = PROMPT_TOKENS
     mean_tokens: int | None = None
     """[tokens] Mean length of responses that end by themselves; None gives all `max_tokens`."""
     placement: tuple[int, int] = (2, 2)
@@ -46,7 +47,7 @@ class Workload:
 
     @property
     def context(self) -> int:
-        return PROMPT_TOKENS + self.max_tokens
+        return self.prompt_tokens + self.max_tokens
 
     @property
     def described(self) -> str:
@@ -101,10 +102,10 @@ def reward(response: str) -> float:
 
 
 def prompts_of(workload: Workload) -> list[str]:
-    """Return the prompts of a step, each with `PROMPT_TOKENS` tokens."""
-    size = workload.vocabulary - 2
+    """Return the prompts of a step, each with `prompt_tokens` tokens."""
+    size, columns = workload.vocabulary - 2, range(workload.prompt_tokens)
     return [
-        " ".join(f"w{2 + (7919 * row + 104_729 * column) % size}" for column in range(PROMPT_TOKENS))
+        " ".join(f"w{2 + (7919 * row + 104_729 * column) % size}" for column in columns)
         for row in range(workload.num_prompts)
     ]
 

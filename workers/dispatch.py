@@ -104,6 +104,11 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
     """
     if parts == 1:
         return [list(range(len(sizes)))]
+    return _balanced(sizes, parts)[0]
+
+
+def _balanced(sizes: Sequence[float] | np.ndarray, parts: int) -> tuple[list[list[int]], float]:
+    """Return the parts of `balance`, and the highest total."""
     heap = [(0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
     tokens = np.asarray(sizes)
@@ -112,7 +117,7 @@ def balance(sizes: Sequence[float] | np.ndarray, parts: int) -> list[list[int]]:
         load, part = heap[0]
         out[part].append(index)
         heapq.heapreplace(heap, (load + max(1, size), part))
-    return [part if len(part) < 2 else sorted(part) for part in out]
+    return [part if len(part) < 2 else sorted(part) for part in out], max(heap)[0]
 
 
 def _split_by_dp(rows: RowSizes, mesh: Sequence[Coordinates]) -> Shares:
@@ -189,8 +194,8 @@ def _split_by_prompt(
     mean, longest = float(of_groups.sum()) / replicas, float(costs.max())
     if longest >= mean:
         # No split is faster than the longest row, and single rows are the simplest split.
-        parts = balance(costs, replicas)
-        if max(float(costs[part].sum()) for part in parts) <= (1 + _GOOD) * longest:
+        parts, highest = _balanced(costs, replicas)
+        if highest <= (1 + _GOOD) * longest:
             return parts
     best = None
     for largest in _LARGEST:
@@ -207,8 +212,8 @@ def _split_by_prompt(
 class _Pieces:
     """Pieces of groups on replicas.
 
-    `level` lowers the highest load step by step. Its replica exchanges a piece with another one, or
-    moves rows of a piece to the replica with the lowest load, which then computes the prompt too.
+    `level` lowers the highest load step by step. The busiest replica exchanges a piece with another
+    replica, or moves rows of a piece to the idlest replica, which then computes the prompt too.
     """
 
     def __init__(
@@ -267,8 +272,8 @@ class _Pieces:
             change()
 
     def _best_exchange(self) -> tuple[float, Callable[[], None]]:
-        """Return the best exchange of a piece of the replica with the highest load for a piece of
-        another one, or for none, and the higher load of the two replicas after it."""
+        """Find the best exchange of a piece of the busiest replica for a piece of another replica, or
+        for nothing. Return the higher load of the two replicas afterwards, and the exchange."""
         load, costs = self._load, self._costs
         busiest, idlest = int(load.argmax()), int(load.argmin())
         mine = np.flatnonzero(self._home == busiest)
@@ -291,8 +296,7 @@ class _Pieces:
         return float(highest[mine_at, theirs]), exchange
 
     def _best_division(self) -> tuple[float, Callable[[], None]]:
-        """Like `_best_exchange`, but for rows of a piece that the replica with the lowest load takes
-        over."""
+        """Like `_best_exchange`, but move some rows of a piece to the idlest replica."""
         own, load = self._own, self._load
         busiest, idlest = int(load.argmax()), int(load.argmin())
         best, which, taken = math.inf, -1, np.zeros(0, bool)

@@ -35,6 +35,17 @@ PLAIN: dict[str, Any] = {
 """Settings of both trainers."""
 
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
+"""Environment of a trainer's process, set before it imports vLLM."""
+
+
 def step_by_step(turns: Turns, microbatch: int, tokens: Callable[[], int]) -> Any:
     """Return a callback that makes a trainer wait for its turn before each step, and reports its
     tokens."""
@@ -68,12 +79,23 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def grpo_trainer(
-    turns: Turns, folder: Path, workload: dict[str, Any], use_vllm: bool, microbatch: int
+    turns: Turns,
+    folder: Path,
+    workload: dict[str, Any],
+    use_vllm: bool,
+    microbatch: int,
+    *,
+    processes: int = 1,
+    adapter: Any = None,
+    **more: Any,
 ) -> Any:
+    """Return a trainer on this many processes, each with microbatches of `microbatch` rows. `more`
+    are settings of `GRPOConfig`, `adapter` is a configuration of `peft`."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    if use_vllm:
+    given = {**PLAIN, **more}
+    if use_vllm and given["use_cpu"]:
         from trl.generation.vllm_generation import VLLMGeneration  # pyright: ignore[reportMissingImports]
 
         VLLMGeneration.sync_weights = sync_weights
@@ -92,7 +114,7 @@ def grpo_trainer(
         output_dir=str(folder / "trl"),
         # One optimizer step on all rows, in microbatches.
         per_device_train_batch_size=microbatch,
-        gradient_accumulation_steps=work.rows // microbatch,
+        gradient_accumulation_steps=work.rows // (microbatch * processes),
         num_generations=work.num_samples,
         max_completion_length=work.max_tokens,
         beta=0.0,
@@ -101,8 +123,7 @@ def grpo_trainer(
         use_vllm=use_vllm,
         vllm_mode="colocate",
         vllm_max_model_length=work.context,
-        generation_kwargs={"detokenize": False} if use_vllm else None,
-        **PLAIN,
+        **{"generation_kwargs": {"detokenize": False} if use_vllm else None, **given},
     )
     return GRPOTrainer(
         model=str(folder / "model"),
@@ -111,6 +132,7 @@ def grpo_trainer(
         processing_class=tokenizer_of(folder),
         train_dataset=Dataset.from_list([{"prompt": text} for text in prompts_of(work)]),
         callbacks=[step_by_step(turns, microbatch, tokens)],
+        peft_config=adapter,
     )
 
 
@@ -170,13 +192,6 @@ def dpo_trainer(turns: Turns, folder: Path, microbatch: int) -> Any:
 
 if __name__ == "__main__":
     system = Turns()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "TQDM_DISABLE": "1",
-    }
+    os.environ |= ENVIRONMENT
     make = grpo_trainer if sys.argv[1] == "grpo" else dpo_trainer
     make(system, Path(sys.argv[2]), **json.loads(sys.argv[3])).train()

@@ -102,8 +102,32 @@ def run_grpo(
     turns: Turns, folder: Path, workload: Workload, actor_ranks: int, rollout_ranks: int, cores: int
 ) -> None:
     model = str(folder / "model")
-    actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-8)
-    rollout = weft.group(weft.RolloutWorker, model=model, max_context=workload.context)
+    pool = weft.ResourcePool("cores", cpus=cores)
+    grpo_by_turns(
+        turns,
+        folder,
+        workload,
+        weft.group(weft.ActorWorker, model=model, learning_rate=1e-8),
+        weft.group(weft.RolloutWorker, model=model, max_context=workload.context),
+        {
+            "actor": weft.Place(pool, ranks=actor_ranks),
+            "rollout": weft.Place(pool, ranks=rollout_ranks),
+        },
+        {"placement": [actor_ranks, rollout_ranks]},
+    )
+
+
+def grpo_by_turns(
+    turns: Turns,
+    folder: Path,
+    workload: Workload,
+    actor: Any,
+    rollout: Any,
+    placement: Placement,
+    up: Mapping[str, Any],
+) -> None:
+    """Run GRPO on the model and prompts in a folder; for `up` see `run_by_turns`."""
+    model = str(folder / "model")
     rollout.follows(actor)
     graph = grpo(
         weft.Prompts.read(folder / "prompts.jsonl", model),
@@ -115,11 +139,6 @@ def run_grpo(
             max_tokens=workload.max_tokens, stop=None if workload.mean_tokens is None else ()
         ),
     )
-    pool = weft.ResourcePool("cores", cpus=cores)
-    placement = {
-        "actor": weft.Place(pool, ranks=actor_ranks),
-        "rollout": weft.Place(pool, ranks=rollout_ranks),
-    }
     log: LogReader | None = None
 
     def facts(run: Path) -> Mapping[str, Any]:
@@ -128,8 +147,7 @@ def run_grpo(
         lengths = response_lengths(log)
         return {"tokens": sum(lengths), "lengths": lengths}
 
-    ranks = [actor_ranks, rollout_ranks]
-    run_by_turns(turns, graph, placement, workload.num_prompts, folder, facts, {"placement": ranks})
+    run_by_turns(turns, graph, placement, workload.num_prompts, folder, facts, up)
 
 
 def ppo_graph(folder: Path, place: weft.Place) -> tuple[Any, Placement]:
