@@ -294,6 +294,52 @@ def test_groups_on_a_pool_with_gpus_make_room_for_each_other(tmp_path: Path):
     )
 
 
+class DiscardingRollout(ToyRollout):
+    """Without weights, it samples rows of version -1."""
+
+    discarded = 0
+
+    @classmethod
+    def discards_weights(cls, config: Any) -> bool:
+        return True
+
+    def offload(self, discard_weights: bool = False) -> None:
+        if discard_weights:
+            self.version = -1
+            DiscardingRollout.discarded += 1
+
+
+@pytest.mark.parametrize("schedule", [Synchronous, Pipelined])
+@pytest.mark.parametrize("every", [1, 2])
+def test_weights_that_an_update_replaces_are_discarded_and_always_arrive_before_they_are_used(
+    tmp_path: Path, schedule: Any, every: int
+):
+    device = ResourcePool("device", cpus=1, gpus=1)
+    places = {name: Place(device) for name in ("rollout", "actor")}
+    made: dict[str, Any] = {
+        "rollout": group(DiscardingRollout),
+        "reward": group(ToyReward),
+        "actor": group(ToyActor),
+    }
+    made["rollout"].follows(made["actor"])
+    held_out = toy_evaluation(prompts(6, "held_out"), rollout=made["rollout"], reward=made["reward"])
+    DiscardingRollout.discarded = 0
+    with drive(
+        toy_dapo(prompts(16), **made),
+        tmp_path,
+        schedule=schedule(steps=4, prompts_per_step=5),
+        evaluations=[Evaluation(held_out, every=every)],
+        placement=places,
+    ) as driver:
+        driver.run()
+    assert DiscardingRollout.discarded
+    for step in range(1, 5):
+        rows = samples_of(tmp_path / "run", "train", step)
+        if step % every == 0:
+            rows += samples_of(tmp_path / "run", "eval", step)
+        assert rows and all(min(row["response_versions"]) >= step - 1 for row in rows)
+
+
 HAPPENED: list[str] = []
 
 

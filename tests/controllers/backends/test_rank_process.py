@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.controllers.backends.rank import rank_process
+import weft
+from weft.controllers.backends.rank import _environment, rank_process
+from weft.controllers.placement import Place, ResourcePool
 
 SEEING = """
 import os, sys
@@ -67,3 +69,14 @@ def test_a_rank_sets_its_threads_even_if_a_task_imported_torch(
         assert torch.get_num_threads() == before + 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("gpus", "rollout"), [(2, "1"), (0, "4")])
+def test_rollout_ranks_on_gpus_compute_with_one_thread(gpus: int, rollout: str):
+    place = Place(ResourcePool("pool", cpus=8, gpus=gpus), ranks=2)
+    workers = {"rollout": weft.RolloutWorker, "actor": weft.ActorWorker}
+    threads = {
+        name: _environment(weft.group(worker, model="model", name=name), place, ())["OMP_NUM_THREADS"]
+        for name, worker in workers.items()
+    }
+    assert threads == {"rollout": rollout, "actor": "4"}

@@ -28,7 +28,7 @@ PROMPTS = [
     np.random.default_rng(row).integers(3, VOCABULARY, 3 + row).astype(np.int32) for row in range(6)
 ]
 REQUESTS = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(PROMPTS)]
-SCALES = (1.0, 1.3)
+SCALES = (1.0, 1.3, 0.8)
 """Version -> factor of all weights."""
 
 
@@ -103,23 +103,29 @@ def run(overlap: bool) -> dict[str, Any]:
     def in_flight() -> int:
         return len(core.batch_queue or ())
 
-    found: dict[str, Any] = {"v2": core.vllm_config.use_v2_model_runner, "in_flight": []}
+    found: dict[str, Any] = {"v2": core.vllm_config.use_v2_model_runner}
+    found |= {"in_flight": [], "versions": []}
     plain = sampled(engine, Sampling(max_tokens=8))
-    found["tokens"] = [one.token_ids.tolist() for one in plain]
+    found["tokens"] = [[one.token_ids.tolist() for one in plain]]
     found["gaps"] = [gap(model, one) for one in plain]
     found["in_flight"].append(in_flight())
     engine._drain()  # as before sleep, which resets the caches
     found["reset"] = [in_flight(), engine._engine.reset_prefix_cache()]
 
-    # An update in the middle, after which the cache is built again with the new weights.
-    steps = engine.generate(REQUESTS, Sampling(max_tokens=8, stop=None))
-    changed = [one for _ in range(5) for one in next(steps)]
-    found["in_flight"].append(in_flight())
-    engine.update_weights(publish(model, publisher, 1))
-    engine.recompute()
-    changed += [one for step in steps for one in step]
-    found["versions"] = [one.versions.tolist() for one in changed]
-    found["changed_gaps"] = [gap(model, one) for one in changed]
+    # Updates in the middle. The second time, the cache is built again with the new weights, so that
+    # plain forward passes give the same log-probabilities.
+    for version in (1, 2):
+        steps = engine.generate(REQUESTS, Sampling(max_tokens=8, stop=None))
+        changed = [one for _ in range(5) for one in next(steps)]
+        found["in_flight"].append(in_flight())
+        engine.update_weights(publish(model, publisher, version))
+        if version == 2:
+            engine.recompute()
+        changed += [one for step in steps for one in step]
+        changed.sort(key=lambda one: one.request_id)
+        found["versions"].append([one.versions.tolist() for one in changed])
+        found["tokens"].append([one.token_ids.tolist() for one in changed])
+    found["gaps"] += [gap(model, one) for one in changed]
 
     # Cancelled in the middle, with a step in flight.
     steps = engine.generate(REQUESTS, Sampling(max_tokens=8, stop=None))
@@ -127,7 +133,7 @@ def run(overlap: bool) -> dict[str, Any]:
     cancelled += steps.send([0, 5])
     cancelled += [one for step in steps for one in step]
     found["cancelled"] = sorted(one.request_id for one in cancelled)
-    found["cancelled_gaps"] = [gap(model, one) for one in cancelled]
+    found["gaps"] += [gap(model, one) for one in cancelled]
     engine._drain()
     found["reset"] += [in_flight(), engine._engine.reset_prefix_cache()]
     engine.close()
