@@ -155,7 +155,7 @@ def lay_out(
 ) -> dict[str, Place]:
     """Return the placement with a number of nodes for every pool. If it does not fit, raise a
     `UserError` with the requested and available devices."""
-    placement = _with_own_ranks(placement, handles, nodes)
+    placement = with_default_ranks(placement, handles, nodes)
     pools = {p.pool.name: p.pool for p in placement.values()}
     elastic = {place.pool.name: place for place in placement.values() if place.is_elastic}
     sized = [pool for pool in pools.values() if not is_own(pool) and pool.name not in elastic]
@@ -176,7 +176,7 @@ def lay_out(
     return found
 
 
-def _with_own_ranks(
+def with_default_ranks(
     placement: Mapping[str, Place], handles: Mapping[str, Handle], nodes: Nodes
 ) -> dict[str, Place]:
     """Give groups without a place several ranks, if their workers want that on nodes with GPUs."""

@@ -16,7 +16,14 @@ from ...workers.dispatch import RowCost, balance
 from ...workers.node_memory import node_memory
 from ...workers.training.engine import ModelConfig
 from ...workers.training.microbatch_plan import OptimizerSteps
-from ..node_layout import OTHER, machine_cpus, machine_gpus
+from ..node_layout import (
+    OTHER,
+    THIS_MACHINE,
+    Nodes,
+    machine_cpus,
+    machine_gpus,
+    with_default_ranks,
+)
 from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.backend import Simulated
@@ -254,8 +261,12 @@ def plan_of(spec: RunSpec, like: Path | None = None) -> Plan:
         if shared := sequence_plan(update, sizes, costs, spec.placement[name].ranks, spec.seed):
             sequences.append(shared)
     gpu = machine.gpu_bytes
+    places = spec.placement
+    if spec.backend.cluster is not None:  # it starts groups without a place with several ranks
+        nodes_here = Nodes([(machine.cpus, machine.gpus)], THIS_MACHINE)
+        places = with_default_ranks(places, spec.handles, nodes_here)
     groups = tuple(
-        group_memory(spec, name, handle, spec.placement[name], sizes, gpu, chunks.get(name, 1))
+        group_memory(spec, name, handle, places[name], sizes, gpu, chunks.get(name, 1))
         for name, handle in spec.handles.items()
     )
     time = _step_time(spec, sizes, costs, of) if costs is not None else None

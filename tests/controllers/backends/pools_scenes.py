@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from nodes import Nodes
+from nodes import CPUS, Nodes
 from sharded import make_model, updated
 from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_reinforce
 
@@ -75,6 +75,11 @@ class LookingRollout(Noting, ToyRollout):
 
 
 class LookingReward(Noting, ToyReward):
+    @classmethod
+    def default_ranks(cls, config: Any, cpus: int) -> int:
+        assert cpus == CPUS
+        return 3
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.note("made")
@@ -93,18 +98,26 @@ def play(root: Path, nodes: Nodes) -> dict[str, Any]:
         **grows(root, nodes),
         "shared": shared(root, nodes.address),
         "trained": trained(root, nodes.address),
+        "spare": unplaced(root, nodes.address, "spare", cpus=2),
+        "full": unplaced(root, nodes.address, "full", cpus=2 * CPUS),
     }
 
 
 def drive(
-    root: Path, name: str, placement: dict[str, Place], backend: RayBackend, *, follows: bool = True
+    root: Path,
+    name: str,
+    placement: dict[str, Place],
+    backend: RayBackend,
+    *,
+    follows: bool = True,
+    scores: bool = False,
 ) -> dict[str, Any]:
     """Run two steps; return the view of each rank and the order of worker creation.
 
-    There is a reward if it is placed.
+    There is a reward if it is placed, or with `scores`.
     """
     made: dict[str, Any] = {"rollout": group(LookingRollout), "actor": group(LookingActor)}
-    if "reward" in placement:
+    if "reward" in placement or scores:
         made["reward"] = group(LookingReward)
     if follows:
         made["rollout"].follows(made["actor"])
@@ -131,6 +144,13 @@ def shared(root: Path, address: str) -> dict[str, Any]:
     pool, beside = ResourcePool("both", gpus=2), ResourcePool("score", gpus=1, beside="both")
     placement = {"actor": Place(pool, 2), "rollout": Place(pool, 2), "reward": Place(beside)}
     return drive(root, "shared", placement, RayBackend(address))
+
+
+def unplaced(root: Path, address: str, name: str, *, cpus: int) -> dict[str, Any]:
+    """Place no reward, beside a pool with some or all CPUs of the two nodes with GPUs."""
+    pool = ResourcePool("train", cpus=cpus, gpus=2, nodes=2)
+    placement = {"actor": Place(pool, 2), "rollout": Place(pool, 2)}
+    return drive(root, name, placement, RayBackend(address), scores=True)
 
 
 def trained(root: Path, address: str) -> dict[str, Any]:

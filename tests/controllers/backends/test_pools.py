@@ -107,6 +107,18 @@ def test_adjacent_pools_are_on_one_node_with_separate_devices(result: Mapping[st
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.parametrize("name", ["spare", "full"])
+def test_a_group_without_a_place_has_its_default_ranks_with_or_without_free_cpus(
+    result: Mapping[str, Any], name: str
+):
+    reward = result[name]["looks"]["reward"]
+    assert column(reward, "rank") == [[rank, 3, rank, 0, 1] for rank in range(3)]
+    assert column(reward, "visible") == [""] * 3 and len({*column(reward, "node")}) == 1
+    assert result[name]["rows"] == [8, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
 def test_weights_travel_between_nodes(result: Mapping[str, Any]):
     actor, reference = result["trained"]["actor"], result["trained"]["reference"]
     assert reference == [{"version": 2, "squares": actor[0]["squares"]}]

@@ -12,6 +12,7 @@ from toy import ToyActor, ToyReward, ToyRollout, prompts, toy_grpo
 
 from weft.algorithms.methods import supervised
 from weft.algorithms.sampling import Sampling
+from weft.controllers.backends.ray_backend import RayBackend
 from weft.controllers.driver import Driver
 from weft.controllers.node_layout import assumed_machine
 from weft.controllers.placement import Place, ResourcePool
@@ -58,6 +59,24 @@ def planned(max_num_seqs: int = 256, **settings: Any) -> Plan:
         Driver(training, **{**common, **settings})
     assert made.spec is not None
     return plan_of(made.spec)
+
+
+class ManyRewards(ToyReward):
+    @classmethod
+    def default_ranks(cls, config: Any, cpus: int) -> int:
+        return cpus // 4
+
+
+def test_a_group_without_a_place_counts_with_the_ranks_that_it_gets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    reward, rollout, actor = group(ManyRewards), group(ToyRollout), group(ToyActor)
+    training = toy_grpo(prompts(8), rollout=rollout, reward=reward, actor=actor, n=4)
+    with assumed_machine(16, 80 << 30), planning() as made:
+        with pytest.raises(Planned):
+            Driver(training, schedule=Synchronous(steps=1, prompts_per_step=6), backend=RayBackend())
+        assert made.spec is not None
+        ranks = {g.group: g.ranks for g in plan_of(made.spec).groups}
+    assert (ranks["reward"], ranks["rollout"]) == (16, 1)
 
 
 def test_a_step_takes_the_sum_of_its_sequential_calls():
