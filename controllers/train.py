@@ -295,9 +295,10 @@ GPU_SHARE = 0.85
 def shared_devices(program: Program, groups: Sequence[str], nodes: Nodes) -> _SharedDevices:
     """Return settings with which all groups share the nodes.
 
-    Groups with a model take turns on all GPUs and compute in bfloat16. They leave CPUs for
-    processes that compute rewards. Without GPUs, they have one rank on each node of a cluster, and
-    a single machine runs everything in one process. Groups without a model run on any free CPU.
+    Groups with a model take turns on all GPUs and compute in bfloat16; vLLM leaves memory for the
+    others, and all leave CPUs for processes that compute rewards. Without GPUs, they have one rank
+    on each node of a cluster, and a single machine runs everything in one process. Groups without a
+    model run on any free CPU.
 
     >>> from weft.controllers.node_layout import Nodes
     >>> shared_devices(Program(), ("actor",), Nodes([(0, 0), (16, 8), (16, 8)], "the cluster at head:6379")).run["placement"]

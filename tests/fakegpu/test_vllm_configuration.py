@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "head_dim": 32,
@@ -16,7 +16,7 @@ SIZES = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.fakegpu

@@ -1,19 +1,19 @@
 """A program for test_overlapped_steps.py: vLLM on a CPU with overlapping steps, which vLLM allows on
 GPUs alone.
 
-    python overlapped_steps.py FOLDER     prints its findings as JSON
+    python overlapped_steps.py FOLDER V1|V2     prints its findings as JSON
 """
 
 import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from engine_model import VOCABULARY
+from with_model_runner_v2 import allow_model_runner_v2
 
 from weft.algorithms.sampling import Sampling
 from weft.resharding.publisher import WeightPublisher
@@ -30,15 +30,6 @@ PROMPTS = [
 REQUESTS = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(PROMPTS)]
 SCALES = (1.0, 1.3, 0.8)
 """Version -> factor of all weights."""
-
-
-def allow_model_runner_v2() -> None:
-    """vLLM asks for Triton's CPU back end, which no package on PyPI has. The interpreter of Triton
-    (`TRITON_INTERPRET`) needs none."""
-    import triton.backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver)  # pyright: ignore[reportArgumentType]
 
 
 def allow_overlap() -> None:
@@ -142,7 +133,8 @@ def run(overlap: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if os.environ.get("TRITON_INTERPRET"):
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if sys.argv[2] == "V2":
         allow_model_runner_v2()
     allow_overlap()
     print(json.dumps([run(overlap=False), run(overlap=True)]))

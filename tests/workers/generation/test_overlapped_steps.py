@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("overlapped_steps.py")
+HERE = Path(__file__).parent
+
+
+def run(program: str, *arguments: str) -> str:
+    made = subprocess.run(
+        [sys.executable, str(HERE / program), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stdout[-4000:] + made.stderr[-4000:]
+    return made.stdout.splitlines()[-1]
 
 
 @pytest.mark.vllm
@@ -16,19 +28,7 @@ PROGRAM = Path(__file__).with_name("overlapped_steps.py")
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_overlapped_steps_change_neither_tokens_nor_versions(folder: Path, runner: str):
     """V2 is the model runner of GPUs."""
-    if runner == "V2":
-        environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
-    else:
-        environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    made = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    apart, overlapped = json.loads(made.stdout.splitlines()[-1])
+    apart, overlapped = json.loads(run("overlapped_steps.py", str(folder), runner))
     assert apart["v2"] == overlapped["v2"] == (runner == "V2")
     assert apart["in_flight"] == [0, 0, 0] and overlapped["in_flight"] == [1, 1, 1]
     assert apart["tokens"] == overlapped["tokens"]
@@ -40,3 +40,11 @@ def test_overlapped_steps_change_neither_tokens_nor_versions(folder: Path, runne
         assert found["reset"] == [0, True, 0, True], "blocks of ended requests are free after a drain"
         assert max(found["gaps"]) < 1e-4
         assert found["cancelled"] == [1, 2, 3, 4]
+
+
+@pytest.mark.vllm
+@pytest.mark.thorough
+def test_the_model_runner_of_gpus_serves_adapters():
+    adapters = HERE.parents[1] / "resharding" / "test_vllm_adapter.py"
+    said = run("with_model_runner_v2.py", str(adapters), "-k", "serves_each_version_of_an_adapter")
+    assert said.startswith("1 passed")
