@@ -14,37 +14,55 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import mmap
 import os
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..dataflow.errors import WeightSyncError, nearest
+from .bucket_group import (
+    BucketGroup,
+    Invitation,
+    Member,
+    known_groups,
+    leave_group,
+    receivers_group,
+    this_process,
+)
 from .buckets import (
     SLOTS,
+    Description,
     Entry,
     checksum_of,
     copy_elements,
-    device_of,
     fingerprint,
-    open_device_memory,
+    layout_of,
+    packed,
+    read_description,
     read_sums,
     start_sum,
 )
-from .connection import SILENCE_S, Connection, GroupChannel, reason, this_machine
-from .deltas import apply_delta
-from .publisher import FORM, GRACE_S, NUMBER, WHOLE
+from .connection import SILENCE_S, Connection, reason, this_machine
+from .deltas import HeldBoxes, apply_delta, held_boxes
+from .mapped_memory import (
+    ALIGNMENT,
+    MemoryPlace,
+    SharedMemory,
+    device_of,
+    open_device_memory,
+    seen_devices,
+)
+from .transfer import FORM, GRACE_S, NUMBER, WHOLE
 from .weights import (
     CHECKSUM_MODULUS,
     LOOPBACK,
-    Box,
     Copy,
     Layout,
     Piece,
@@ -56,67 +74,27 @@ from .weights import (
     Where,
 )
 
-
-@dataclass(frozen=True, eq=False)
-class _Description:
-    """The entries of one publisher. Unchanged entries give one object, so receivers plan once."""
-
-    entries: tuple[Entry, ...]
-    numbers: dict[str, list[int]]
-    """Maps each tensor name to the indexes of its entries, in the order of its pieces."""
-    buckets: tuple[tuple[int, ...], ...]
-    memories: tuple[tuple[str, int], ...]
-    """Path and size in bytes of each memory that holds entries in place."""
-
-
-@functools.lru_cache(maxsize=64)
-def read_description(description: bytes) -> _Description:
-    fields, memories = json.loads(description)
-    entries = tuple(
-        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
-        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
-    )
-    numbers: dict[str, list[int]] = {}
-    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
-    for number, entry in enumerate(entries):
-        numbers.setdefault(entry.name, []).append(number)
-        buckets[entry.bucket].append(number)
-    return _Description(entries, numbers, tuple(map(tuple, buckets)), tuple(map(tuple, memories)))
-
-
-@functools.lru_cache(maxsize=8)
-def layout_of(ranks: tuple[_Description, ...]) -> Layout:
-    """Return the trainer's layout, given its ranks' descriptions. Raises WeightSyncError unless the
-    ranks together publish each element of each tensor exactly once."""
-    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
-    for name, tensor in layout.tensors.items():
-        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
-        if given != (whole := Box.full(tensor.shape).numel):
-            raise WeightSyncError(
-                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
-            )
-    return layout
-
-
-def _rank_layout(entries: Sequence[Entry]) -> Layout:
-    pieces: dict[str, list[Piece]] = {}
-    first: dict[str, Entry] = {}
-    for entry in entries:
-        first.setdefault(entry.name, entry)
-        pieces.setdefault(entry.name, []).append(Piece(entry.box))
-    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
-    return Layout.of(tensors, [Where()])
-
-
 # Mapped memory
 
 
 class _Views:
-    """The elements of entries in a publisher's memories ([bytes] uint8 each)."""
+    """The elements of entries in a publisher's memories ([bytes] uint8 each).
 
-    def __init__(self, memories: Sequence[torch.Tensor], parts: _Description) -> None:
+    Args:
+        chunk: of each bucket in the first memory, the part that is this publisher's: its offset,
+            and the distance between buckets [bytes], 0 if there is memory for one. None: a bucket
+            is this publisher's alone, and the memory has room for SLOTS.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[torch.Tensor],
+        parts: Description,
+        chunk: tuple[int, int] | None = None,
+    ) -> None:
         self.memories = memories
         self.parts = parts
+        self._offset, self._distance = chunk or (0, len(memories[0]) // SLOTS)
         self._elements: dict[int, torch.Tensor] = {}
 
     def elements(self, number: int) -> torch.Tensor:
@@ -125,7 +103,7 @@ class _Views:
             return known
         entry = self.parts.entries[number]
         memory = self.memories[entry.memory]
-        start = 0 if entry.memory else entry.bucket % SLOTS * (len(memory) // SLOTS)
+        start = 0 if entry.memory else entry.bucket % SLOTS * self._distance + self._offset
         self._elements[number] = found = entry.view(memory, start)
         return found
 
@@ -137,7 +115,7 @@ _maps: dict[tuple[tuple[str, int, int], ...], _Views] = {}
 """Keyed by path, size and inode, because paths may be reused."""
 
 
-def _map_files(files: Sequence[tuple[str, int]], parts: _Description) -> _Views:
+def _map_files(files: Sequence[tuple[str, int]], parts: Description) -> _Views:
     """Map a publisher's memories, and keep them mapped. Raises OSError if a file is gone."""
     key = tuple((path, num_bytes, os.stat(path).st_ino) for path, num_bytes in files)
     with _lock:
@@ -189,6 +167,9 @@ class IncomingWeights:
             for number, rank in enumerate(weights.ranks):
                 where = f"weights version {weights.version}, rank {number} of the trainer"
                 self._sources.append(_Source(rank, where, weights, part, parts))
+            self._group: BucketGroup | None = None
+            if self._sources[0].is_together:
+                _map_chunks(self._sources)
             try:
                 self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
                 """The boxes that each rank publishes. Equal versions share one object."""
@@ -207,7 +188,7 @@ class IncomingWeights:
     @property
     def neighbours(self) -> int:
         """Number of trainer ranks on this machine, which publish at the same time."""
-        return sum(source.memory is not None for source in self._sources)
+        return sum(source.is_near for source in self._sources)
 
     def slices(self, copies: Iterable[tuple[str, Copy]]) -> Iterator[tuple[str, Copy, torch.Tensor]]:
         """Yield each copy with its elements, valid until the next copy, as they arrive. `copies`
@@ -218,6 +199,9 @@ class IncomingWeights:
             number = self._sources[copy.source].parts.numbers[name][copy.source_piece]
             bucket = self._sources[copy.source].parts.entries[number].bucket
             wanted[copy.source].setdefault(bucket, []).append((name, copy, number))
+        if self._sources[0].is_together:
+            yield from self._slices_together(wanted)
+            return
         # Send all requests first: a publisher fills its buckets once its receivers have asked.
         for source, of in zip(self._sources, wanted, strict=True):
             source.ask([(number, copy) for bucket in sorted(of) for _, copy, number in of[bucket]])
@@ -235,6 +219,34 @@ class IncomingWeights:
                     source.release_bucket(bucket)
                     if source.is_through:
                         selector.unregister(source.connection)
+
+    def _slices_together(
+        self, wanted: Sequence[dict[int, list[tuple[str, Copy, int]]]]
+    ) -> Iterator[tuple[str, Copy, torch.Tensor]]:
+        """The same as `slices`, for buckets that all ranks of the trainer complete together."""
+        first = self._sources[0]
+        chunks = [source.parts.bucket_bytes for source in self._sources]
+        sizes = [max(each) for each in itertools.zip_longest(*chunks, fillvalue=0)]
+        invitation = first.ask_for_invitation(sizes)
+        for source in self._sources[1:]:
+            source.pass_invitation(sizes, invitation)
+        memory = first.own_memory
+        if memory is not None:
+            self._group = first.join(invitation, len(self._sources))
+        for bucket, num_bytes in enumerate(sizes):
+            if self._group is not None and memory is not None and num_bytes:
+                starts = range(0, len(memory), first.chunk_bytes)
+                with first.named():
+                    self._group.complete([memory[start : start + num_bytes] for start in starts])
+            for source in self._sources:
+                while source.next_bucket() is None:
+                    pass
+            for source, of in zip(self._sources, wanted, strict=True):
+                for name, copy, entry in of.get(bucket, ()):
+                    yield name, copy, source.elements(entry, copy)
+            for source in self._sources:
+                source.release_bucket(bucket)
+        self._group = None  # complete, so it can be kept
 
     def _ready(self, selector: selectors.BaseSelector) -> list[int]:
         # PATIENCE_S has the timeout twice, so add the extension for a large version twice.
@@ -286,9 +298,16 @@ class IncomingWeights:
     def hang_up(self) -> None:
         """End the connections, from any thread. Iterating over slices then raises an error."""
         for source in self._sources:
-            source.channel.hang_up()
+            source.connection.hang_up()
+        if (group := self._group) is not None:
+            leave_group(group)
 
     def close(self) -> None:
+        if (group := getattr(self, "_group", None)) is not None:
+            leave_group(group)  # the other members are at another bucket
+        # After an error, the device may still be reading memory that the publisher then reuses.
+        if any(source.is_on_device for source in self._sources):
+            torch.accelerator.synchronize()
         for source in self._sources:
             source.close()
 
@@ -302,50 +321,71 @@ class _Source:
         self._version = weights.version
         self._taken = 0
         self.memory: _Views | None = None
-        """The publisher's memory, if this process has mapped it."""
-        here = this_machine() == rank.machine
+        """The memory that holds this publisher's elements; None if they come over the
+        connection."""
+        self._node: _Views | None = None
+        """The buckets that a receiver on this machine carries for the others."""
+        self._carries = self._is_shared = False
+        """Whether this process carries; whether the current bucket is in shared memory."""
+        self.own_memory: torch.Tensor | None = None
+        """This process's memory for whole buckets, if it is a member of their group."""
+        here = self.is_here = this_machine() == rank.machine
         if not here and not rank.host:
             raise WeightSyncError(
                 f"{where} is on another machine, and only serves receivers on its own machine"
             )
-        with self._named():
+        self._publisher = (rank.host, rank.port)
+        with self.named():
             self.connection = Connection.connect(host, rank.port, rank.token)
-        self.channel: Connection | GroupChannel = self.connection
+        self._member = Member(weights.receiver, part, this_process())
         try:
             known = _descriptions.get((rank.host, rank.port, rank.token), b"")
             hello = {"version": weights.version, "receiver": weights.receiver}
             hello |= {"part": part, "parts": parts, "known": fingerprint(known)}
-            with self._named():
+            hello |= {
+                "process": self._member.process,
+                "groups": known_groups(),
+                "machine": this_machine(),
+            }
+            with self.named():
                 self.connection.send(b"H", json.dumps(hello).encode())
             place = json.loads(self._receive(b"D"))
             description = known if place["known"] else self._receive(b"L")
             _remember((rank.host, rank.port, rank.token), description)
-            self._held: _HeldBoxes | None = None
-            self._transport = place["transport"]
-            if self._transport == "ipc" and not here:
-                raise WeightSyncError(
-                    f'{where} is on another machine, and transport="ipc" works on one machine only; choose "nccl"'
-                )
-            self._device = (
-                None if self._transport == "ipc" else device_of(self._transport)
-            ) or torch.device("cpu")
-            """Device that the bytes arrive on, unless the memory is mapped."""
-            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-            mapped = here and self._transport in ("auto", "ipc")
+            self._held: HeldBoxes | None = None
+            self.transport: str = place["transport"]
+            self.mapping: dict[str, Any] = place["memory"]
+            self.chunk_bytes: int = place["chunk_bytes"]
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            mapped = here and self.transport == "auto"
             # Bytes in mapped memory are not sent, so deltas would save nothing.
             if place["deltas"] and not mapped:
                 number = weights.ranks.index(rank)
                 self._held = held_boxes(
                     weights.receiver, part, number, rank.token + fingerprint(description)
                 )
-            self.parts: _Description = read_description(description)
+            self.parts: Description = read_description(description)
             self.sums = [0] * len(self.parts.entries)
             self.connection.expect(sum(entry.num_bytes for entry in self.parts.entries))
             if mapped:
-                self.memory = self._map(place["memory"])
+                self.memory = self._map()
         except BaseException:
             self.connection.close()
             raise
+
+    @property
+    def is_together(self) -> bool:
+        """Whether the trainer's ranks complete each bucket together."""
+        return self.transport != "auto"
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the publisher is on this machine and sends nothing over the connection."""
+        return self.is_here and self.memory is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.memory is not None and self.memory.memories[0].device.type != "cpu"
 
     @property
     def is_through(self) -> bool:
@@ -360,28 +400,85 @@ class _Source:
             if self._held is not None:
                 base = self._held.start_version((number, copy.box) for number, copy in wanted)
             said = json.dumps([base, boxes]).encode()
-        with self._named():
+        with self.named():
             self.connection.send(b"W", said)
-            if self._transport in ("gloo", "nccl"):
-                self.channel = GroupChannel(self.connection, rank=1, device=self._device)
+
+    def ask_for_invitation(self, sizes: list[int]) -> Invitation:
+        """Tell the trainer's rank 0 the sizes of the buckets, and wait for the start of the pass."""
+        self.pass_invitation(sizes, None)
+        while True:
+            kind, content = self._receive_one_of(b"GP")
+            if kind == b"G":
+                return Invitation.of(json.loads(content))
+
+    def pass_invitation(self, sizes: list[int], invitation: Invitation | None) -> None:
+        plain = invitation.plain() if invitation is not None else None
+        with self.named():
+            self.connection.send(b"W", json.dumps([sizes, self._maps, plain]).encode())
+
+    def join(self, invitation: Invitation, ranks: int) -> BucketGroup:
+        assert self.own_memory is not None
+        device, silence_s = self.own_memory.device, self.connection.silence_s
+        with self.named():
+            return receivers_group(
+                invitation, self._member, ranks, self.connection.own_address, device, silence_s
+            )
+
+    @property
+    def _maps(self) -> bool:
+        return self.memory is not None and self.own_memory is None
 
     def next_bucket(self) -> int | None:
         """Wait for the next message. Return the bucket's number, or None for a keepalive."""
-        kind, content = self._receive_one_of(b"BP")
-        if kind == b"P":
+        kind, content = self._receive_one_of(b"BSPN")
+        if kind == b"N":
+            self._share(content)
+        if kind in b"PN":
             return None
         (bucket,) = NUMBER.unpack_from(content)
         self.at = f"after {bucket} of {len(self.parts.buckets)} buckets"
         sums = np.frombuffer(content, np.uint64, offset=NUMBER.size).tolist()
-        for number, found in zip(self.parts.buckets[bucket], sums, strict=True):
+        # The last buckets may have elements of other ranks only.
+        numbers = self.parts.buckets[bucket] if bucket < len(self.parts.buckets) else ()
+        for number, found in zip(numbers, sums, strict=True):
             self.sums[number] = found
+        self._is_shared = self._carries or kind == b"S"
+        if self._carries:
+            self._store(numbers)
         return bucket
+
+    def _share(self, content: bytes) -> None:
+        """Carry whole buckets for the receivers on this machine, or map what another one carries."""
+        parts = packed(self.parts)
+        if not content:
+            memory, place = carried_memory(
+                self._publisher, self._member, SLOTS * max(parts.bucket_bytes)
+            )
+            self._carries, self._node = True, _Views([memory], parts)
+            with self.named():
+                self.connection.send(b"M", json.dumps([place.path, place.num_bytes]).encode())
+            return
+        path, num_bytes = json.loads(content)
+        with contextlib.suppress(OSError):
+            self._node = _map_files([(path, num_bytes)], parts)
+        with self.named():
+            self.connection.send(b"F" if self._node is None else b"T")
+
+    def _store(self, numbers: Sequence[int]) -> None:
+        assert self._node is not None
+        with self.named():
+            for number in numbers:
+                elements = self._node.elements(number)
+                if elements.numel():
+                    self.connection.receive_elements(elements.view(-1).view(torch.uint8))
+            self.connection.send(b"T")
 
     def elements(self, number: int, copy: Copy) -> torch.Tensor:
         """Return the elements of a copy of this entry, which belongs to the current bucket."""
         entry = self.parts.entries[number]
-        if self.memory is not None:
-            found = self.memory.elements(number)
+        memory = self._node if self._is_shared else self.memory
+        if memory is not None:
+            found = memory.elements(number)
             return found if copy.box == entry.box else found[copy.box.within(entry.box)]
         if self._held is not None and copy.box.numel:
             return self._updated(self._held, number, copy)
@@ -391,10 +488,10 @@ class _Source:
         self._taken = bucket + 1
         self.at = f"after {self._taken} of {len(self.parts.buckets)} buckets"
         # A publisher that sends the bytes knows when the receiver has taken the bucket.
-        if self.memory is not None:
-            if self._transport == "ipc":
+        if self._maps or self._is_shared:
+            if self.is_on_device:
                 torch.accelerator.synchronize()  # the device may still be reading the bucket
-            with self._named():
+            with self.named():
                 self.connection.send(b"T")
 
     def checksum(self) -> int:
@@ -408,16 +505,15 @@ class _Source:
             self.connection.send(b"K")
 
     def close(self) -> None:
-        self.channel.close()
         self.connection.close()
 
-    def _updated(self, held: _HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
+    def _updated(self, held: HeldBoxes, number: int, copy: Copy) -> torch.Tensor:
         """Receive a copy, as a delta or whole, and keep its bits for the next version."""
         dtype: torch.dtype = getattr(torch, self.parts.entries[number].dtype)
         bits = held.bits(number, copy.box, np.dtype(f"u{dtype.itemsize}"))
         form = bytearray(FORM.size)
-        with self._named():
-            self.channel.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
+        with self.named():
+            self.connection.receive_elements(torch.frombuffer(form, dtype=torch.uint8))
             if (counts := FORM.unpack(form)) == WHOLE:
                 self._receive_array(bits)
             elif not 0 <= counts[1] <= counts[0] <= bits.nbytes:
@@ -434,7 +530,7 @@ class _Source:
     def _receive_array(self, target: np.ndarray) -> None:
         own_bytes = torch.from_numpy(target.view(np.uint8))
         if len(own_bytes):
-            self.channel.receive_elements(own_bytes)
+            self.connection.receive_elements(own_bytes)
 
     def _streamed(self, entry: Entry, copy: Copy) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -442,16 +538,16 @@ class _Source:
         if not num_bytes:
             return torch.empty(copy.box.shape, dtype=dtype)
         if len(self._buffer) < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        with self._named():
-            self.channel.receive_elements(self._buffer[:num_bytes])
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        with self.named():
+            self.connection.receive_elements(self._buffer[:num_bytes])
         return self._buffer[:num_bytes].view(dtype).view(copy.box.shape)
 
     def _receive(self, wanted: bytes) -> bytes:
         return self._receive_one_of(wanted)[1]
 
     def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
-        with self._named():
+        with self.named():
             kind, content = self.connection.receive()
         if kind == b"F":
             raise WeightSyncError(f"{self.where}: {content.decode(errors='replace')}, {self.at}")
@@ -460,7 +556,7 @@ class _Source:
         return kind, content
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def named(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -468,17 +564,76 @@ class _Source:
             why = reason(error, silence_s)
             raise WeightSyncError(f"{self.where}: the publisher {why}, {self.at}") from None
 
-    def _map(self, buckets: dict[str, Any]) -> _Views:
+    def _map(self) -> _Views:
+        files = [(self.mapping["path"], self.mapping["num_bytes"]), *self.parts.memories]
+        with self._mapping():
+            return _map_files(files, self.parts)
+
+    def map_buckets(self) -> torch.Tensor:
+        """Map the memory in which this publisher and the trainer's other ranks complete buckets."""
+        with self._mapping():
+            if "path" in self.mapping:
+                file = self.mapping["path"], self.mapping["num_bytes"]
+                return _map_files([file], self.parts).memories[0]
+            return open_device_memory(self.mapping)
+
+    @contextlib.contextmanager
+    def _mapping(self) -> Iterator[None]:
         try:
-            if self._transport == "auto":
-                files = [(buckets["path"], buckets["num_bytes"]), *self.parts.memories]
-                return _map_files(files, self.parts)
-            own = [_map_files([file], self.parts).memories[0] for file in self.parts.memories]
-            return _Views([open_device_memory(buckets), *own], self.parts)
+            yield
         except OSError as error:
             raise WeightSyncError(
                 f"{self.where}: {error.filename} cannot be mapped ({error.strerror})"
             ) from None
+
+
+def _map_chunks(sources: Sequence[_Source]) -> None:
+    """Give each source the memory that holds its chunks: this process's own, or that of the
+    trainer's rank on this process's device."""
+    first, distance = sources[0], 0
+    if first.transport == "ipc":
+        memory = _nearest(sources).map_buckets()
+        distance = len(sources) * first.chunk_bytes
+    else:
+        device = device_of(first.transport) or torch.device("cpu")  # pyright: ignore[reportArgumentType]
+        num_bytes = len(sources) * first.chunk_bytes
+        memory = first.own_memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    for number, source in enumerate(sources):
+        source.memory = _Views([memory], source.parts, (number * first.chunk_bytes, distance))
+        source.own_memory = first.own_memory
+
+
+def _nearest(sources: Sequence[_Source]) -> _Source:
+    """Return the trainer's rank on this process's device."""
+    here = [source for source in sources if source.is_here]
+    if not any("device" in source.mapping for source in sources):
+        return (here or [sources[0]])[0]
+    seen = seen_devices()
+    # A process of an engine with several GPUs sees all of them.
+    own = seen[torch.cuda.current_device()] if seen else None
+    for device in (own, *seen):
+        for source in here:
+            if source.mapping["device"] == device:
+                return source
+    raise WeightSyncError(
+        f'{sources[0].where}: transport="ipc" needs a rank of the trainer on the GPU of each receiver, and '
+        f'none is on the GPUs of this process ({seen}); take transport="auto" or "vllm:ipc"'
+    )
+
+
+_carried: dict[tuple[tuple[str, int], Member], SharedMemory] = {}
+"""The memory in which this process carries buckets, by publisher."""
+
+
+def carried_memory(
+    publisher: tuple[str, int], member: Member, num_bytes: int
+) -> tuple[torch.Tensor, MemoryPlace]:
+    """Return memory of this size ([bytes] uint8), the same for each version, and its place."""
+    with _lock:
+        memory = _carried.get((publisher, member))
+        if memory is None or memory.num_bytes != max(num_bytes, ALIGNMENT):
+            memory = _carried[publisher, member] = SharedMemory(num_bytes)
+    return memory.content, memory.place
 
 
 _descriptions: dict[tuple[str, int, str], bytes] = {}
@@ -491,54 +646,6 @@ def _remember(publisher: tuple[str, int, str], description: bytes) -> None:
         _descriptions[publisher] = description
         while len(_descriptions) > 64:
             del _descriptions[next(iter(_descriptions))]
-
-
-# The previous version, the base of deltas
-
-
-class _HeldBoxes:
-    """The bits of the boxes that a receiver took last, to which the next deltas apply. Entry
-    numbers are only valid for one publisher."""
-
-    def __init__(self, publisher: str) -> None:
-        self.publisher = publisher
-        self.version: int | None = None
-        """The version of all boxes; None without boxes, or if they belong to several versions."""
-        self._bits: dict[tuple[int, Box], np.ndarray] = {}
-
-    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
-        """Start a version with these entry numbers and boxes. Return the version of all of them, or
-        None if deltas do not apply. `version` is None until the caller sets it."""
-        keys = set(wanted)
-        # If the transfer breaks off, the bits belong to two versions.
-        base, self.version = self.version, None
-        if not keys <= self._bits.keys():
-            base = None
-        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
-        return base
-
-    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Return the held bits of an entry's box, or new memory for them: [elements] unsigned
-        integers of the elements' size."""
-        key = (number, box)
-        if key not in self._bits:
-            self._bits[key] = np.empty(box.numel, dtype)
-        return self._bits[key]
-
-
-_held: dict[tuple[str, int, int], _HeldBoxes] = {}
-"""Keyed by receiver name, part number, and rank of the publisher."""
-
-
-def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> _HeldBoxes:
-    """Return a trainer rank's boxes that this process (`part` of a receiver) holds. Discards those
-    of an earlier publisher. Does not keep boxes of a receiver without a name."""
-    found = _held.get((receiver, part, rank))
-    if found is None or found.publisher != publisher:
-        found = _HeldBoxes(publisher)
-        if receiver:
-            _held[receiver, part, rank] = found
-    return found
 
 
 # Receiver for modules whose parameters match the checkpoint, whole or sharded by FSDP. vLLM fuses,

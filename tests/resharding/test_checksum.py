@@ -35,7 +35,9 @@ def slow_sum(tensor: torch.Tensor) -> int:
     for row, index in enumerate(itertools.product(*map(range, leading))):
         for column in range(tensor.shape[-1]):
             total += (
-                value(tensor[(*index, column)]) * (splitmix(2 * row) | 1) * (splitmix(2 * column + 1) | 1)
+                value(tensor[(*index, column)])
+                * (splitmix(2 * row) | 1)
+                * (splitmix(2 * column + 1) | 1)
             )
     return total % (1 << 64)
 

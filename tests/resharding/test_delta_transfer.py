@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import deltas
 from weft.resharding import incoming as receiving
-from weft.resharding import publisher as transfers
-from weft.resharding.incoming import IncomingWeights, held_boxes, receive_parts
+from weft.resharding import transfer as transfers
+from weft.resharding.deltas import held_boxes
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import (
     LOOPBACK,
@@ -34,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make receivers believe that they are on another machine."""
     monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(receiving, "_held", {})
+    monkeypatch.setattr(deltas, "_held", {})
 
 
 @pytest.fixture

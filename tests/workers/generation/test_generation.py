@@ -23,8 +23,7 @@ from engine_model import CONTEXT, STOP, VOCABULARY
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
-from weft.resharding import incoming
-from weft.resharding import publisher as transfer
+from weft.resharding import incoming, transfer
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
@@ -357,9 +356,9 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
     requests, sampling, earlier = requests_of(prompts_of(3)), Sampling(max_tokens=8), vllm.version
     before = all_of(vllm, requests, sampling)
     dying, publisher, go_on = WeightPublisher(bucket_bytes=4096), WeightPublisher(), threading.Event()
-    fill = transfer._Transfer._fill_pass
+    fill = transfer.Transfer._fill_pass
 
-    def stops_in_the_middle(self: transfer._Transfer, members: Any) -> None:
+    def stops_in_the_middle(self: transfer.Transfer, members: Any) -> None:
         own = self._fill
 
         def fill_slowly(number: int, slot: int) -> int:
@@ -371,7 +370,7 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
         fill(self, members)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._Transfer, "_fill_pass", stops_in_the_middle)
+        patch.setattr(transfer.Transfer, "_fill_pass", stops_in_the_middle)
         staging = iter(vllm.stage_weights(published(model, dying, version=earlier + 1, scale=1.4)))
         next(staging)
     if ends == "the publisher":
