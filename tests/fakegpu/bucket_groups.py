@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.resharding import incoming, publisher, transfer
+from weft.resharding import incoming, publisher, sources, transfer
 from weft.resharding.bucket_group import BucketGroup
 from weft.resharding.weights import Box, TensorPart
 
@@ -78,7 +78,7 @@ def take(pipe: Any, number: int, transport: Any) -> None:
         mapped.append(said["device"])
         return torch.empty(said["fields"][2], dtype=torch.uint8, device="cuda")
 
-    incoming.open_device_memory = open_memory  # the fake GPU cannot map another process's memory
+    sources.open_device_memory = open_memory  # the fake GPU cannot map another process's memory
     own = parts(number, torch.bfloat16, "cuda")
     for _ in range(VERSIONS):
         weights = pipe.recv()

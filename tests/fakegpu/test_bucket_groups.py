@@ -29,3 +29,10 @@ def test_one_nccl_group_serves_all_versions_and_no_bucket_passes_through_the_hos
         assert receiver["to_gpu"] < 1 << 16 and receiver["from_gpu"] < 1 << 16
         # Its own parts stay; its memory for a bucket does not.
         assert receiver["held"] < OWN_BYTES + CHUNK
+
+
+@pytest.mark.fakegpu
+def test_memory_of_a_transfer_goes_back_to_the_gpu(
+    run_on_fake_gpu: Callable[..., dict[str, Any]],
+) -> None:
+    assert run_on_fake_gpu("released_memory.py", SHIM_SKIP=1) == {"cached": 256 << 20, "released": 0}

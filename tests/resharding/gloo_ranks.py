@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import incoming, publisher
+from weft.resharding import publisher
+from weft.resharding import sources as rank_sources
 from weft.resharding.bucket_group import BucketGroup, Transport
 from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
@@ -57,7 +58,7 @@ def without_gpus() -> None:
     def nearest(sources: Any) -> Any:
         return sources[sources[0]._member.receiver == "right"]
 
-    cast(Any, incoming)._nearest = nearest
+    cast(Any, rank_sources)._nearest = nearest
 
 
 def die() -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import incoming as mapped_memory
-from weft.resharding import incoming as receiving
 from weft.resharding import mapped_memory as shared_memory
+from weft.resharding import sources
+from weft.resharding import sources as mapped_memory
 from weft.resharding.buckets import described, read_description
 from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.mapped_memory import MemoryPlace, SharedMemory, place_of
@@ -112,7 +112,7 @@ def test_a_receiver_of_columns_reads_a_row_shard_in_place(
 def test_a_receiver_on_another_machine_is_sent_the_same(
     shared: Tensors, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(sources, "this_machine", lambda: "another machine")
     found, checksum = received(publisher.publish(whole(shared), 1), shared)
     assert equal(found, shared) and publisher.finish() == checksum
 

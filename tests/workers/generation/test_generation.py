@@ -23,7 +23,7 @@ from engine_model import CONTEXT, STOP, VOCABULARY
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
-from weft.resharding import incoming, transfer
+from weft.resharding import sources, transfer
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
@@ -361,7 +361,7 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
     def stops_in_the_middle(self: transfer.Transfer, members: Any) -> None:
         own = self._fill
 
-        def fill_slowly(number: int, slot: int) -> int:
+        def fill_slowly(number: int, slot: int) -> Any:
             if number == len(self.entries) // 2:
                 go_on.wait(60)
             return own(number, slot)
@@ -413,8 +413,8 @@ def test_changed_bytes_are_refused_and_block_generation_until_new_weights_arrive
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
     weights = published(model, publisher, version=4, scale=1.2)
     with monkeypatch.context() as patch:
-        real = incoming._Source.elements
-        patch.setattr(incoming._Source, "elements", lambda *arguments: real(*arguments) + 1)
+        real = sources.Source.elements
+        patch.setattr(sources.Source, "elements", lambda *arguments: real(*arguments) + 1)
         with pytest.raises(
             WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"
         ):
