@@ -38,13 +38,13 @@ def train(
 def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
     """Run a vLLM engine that answers each weights record with the checksum and samples."""
     from weft.algorithms.sampling import Sampling
-    from weft.resharding import incoming
+    from weft.resharding import sources
     from weft.workers.generation.engine import GenerationRequest
     from weft.workers.generation.vllm_engine import VllmEngine
     from weft.workers.generation.vllm_settings import VllmSettings
 
     if machine:
-        incoming.this_machine = lambda: machine
+        sources.this_machine = lambda: machine
     settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, tensor_parallel=ranks)
     engine = VllmEngine(str(folder), settings, max_context=64, dtype="float32")
     pipe.send("is there")

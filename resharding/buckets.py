@@ -12,37 +12,31 @@ This module also computes the checksum of a version.
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import dataclasses
 import functools
 import json
 import math
-import mmap
 import os
-import threading
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..dataflow.cgroups import usable_cpus
 from ..dataflow.errors import WeightSyncError
-from .connection import Transport
-from .weights import CHECKSUM_MODULUS, Box, TensorPart, mix_bits
+from .mapped_memory import MemoryPlace, aligned, place_of
+from .weights import CHECKSUM_MODULUS, Box, Layout, Piece, TensorLayout, TensorPart, Where, mix_bits
 
 BUCKET_BYTES = 16 << 20
 """[bytes] Default size of a bucket."""
 
 SLOTS = 2
 """Number of buckets in memory: the publisher fills one while receivers read the other."""
-
-_ALIGNMENT = 64
-"""[bytes] The size of a cache line. Each tensor begins at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +67,12 @@ class Entry:
 
 class Cutter:
     """Cuts versions into buckets. Consecutive versions with the same parts get the same entries. An
-    element larger than `bucket_bytes` gets its own bucket."""
+    element larger than `bucket_bytes` gets its own bucket. Unless `in_place`, all parts are copied
+    into buckets."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, *, in_place: bool = True) -> None:
         self._bucket_bytes = bucket_bytes
+        self._in_place = in_place
         self._forms: list[_Form] = []
         self._entries: list[tuple[Entry, int, tuple[slice, ...] | None]] = []
         """Entry, number of its part, and index into the part (None for the whole part)."""
@@ -86,7 +82,7 @@ class Cutter:
         """Return the entries in bucket order, each with its elements. Cuts large parts into several
         entries. Raises WeightSyncError if a part occurs twice."""
         given = list(parts)
-        forms = [_form_of(part) for part in given]
+        forms = [_form_of(part, in_place=self._in_place) for part in given]
         # Keep the entries of unchanged parts, because receivers plan again for a new description.
         if forms != self._forms:
             memories = {(f.place.path, f.place.num_bytes): None for f in forms if f.place is not None}
@@ -106,7 +102,7 @@ class _Form(NamedTuple):
     box: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: _MemoryPlace | None
+    place: MemoryPlace | None
     """Where other processes can read the part as it is sent; None if they cannot."""
 
     def offset_of(self, box: Box) -> int:
@@ -117,10 +113,10 @@ class _Form(NamedTuple):
         return self.place.offset + self.dtype.itemsize * sum(map(mul, starts, rows))
 
 
-def _form_of(part: TensorPart) -> _Form:
+def _form_of(part: TensorPart, *, in_place: bool) -> _Form:
     dtype = part.dtype or part.tensor.dtype
     # A part that needs a cast is copied, so it cannot be read in place.
-    place = place_of(part.tensor) if dtype == part.tensor.dtype else None
+    place = place_of(part.tensor) if in_place and dtype == part.tensor.dtype else None
     return _Form(part.name, part.box, part.shape, dtype, place)
 
 
@@ -137,9 +133,9 @@ def _entries_of(
         for box in _boxes_of(whole, max(1, bucket_bytes // dtype.itemsize)):
             num_bytes = box.numel * dtype.itemsize
             # Do not leave an empty bucket before an entry that is larger than a bucket.
-            if end and _aligned(end) + num_bytes > bucket_bytes:
+            if end and aligned(end) + num_bytes > bucket_bytes:
                 bucket, end = bucket + 1, 0
-            start = _aligned(end)
+            start = aligned(end)
             memory = 0 if place is None else memories[place.path, place.num_bytes]
             offset = start if place is None else form.offset_of(box)
             entry = Entry(name, str(dtype).removeprefix("torch."), shape, box, bucket, offset, memory)
@@ -160,6 +156,79 @@ def _boxes_of(box: Box, max_elements: int) -> Iterator[Box]:
         starts, stops = list(box.starts), list(box.stops)
         starts[dim], stops[dim] = start, min(start + step, box.stops[dim])
         yield from _boxes_of(Box(tuple(starts), tuple(stops)), max_elements)
+
+
+# Descriptions, as receivers read them
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """The entries of one publisher. Unchanged entries give one object, so receivers plan once."""
+
+    entries: tuple[Entry, ...]
+    numbers: dict[str, list[int]]
+    """Maps each tensor name to the indexes of its entries, in the order of its pieces."""
+    buckets: tuple[tuple[int, ...], ...]
+    bucket_bytes: tuple[int, ...]
+    memories: tuple[tuple[str, int], ...]
+    """Path and size in bytes of each memory that holds entries in place."""
+
+
+@functools.lru_cache(maxsize=64)
+def read_description(description: bytes) -> Description:
+    fields, memories = json.loads(description)
+    entries = tuple(
+        Entry(name, dtype, tuple(shape), Box(tuple(starts), tuple(stops)), bucket, offset, memory)
+        for name, dtype, shape, starts, stops, bucket, offset, memory in fields
+    )
+    numbers: dict[str, list[int]] = {}
+    buckets: list[list[int]] = [[] for _ in range(1 + max((e.bucket for e in entries), default=-1))]
+    for number, entry in enumerate(entries):
+        numbers.setdefault(entry.name, []).append(number)
+        buckets[entry.bucket].append(number)
+    bucket_bytes = [0] * len(buckets)
+    for entry in entries:
+        bucket_bytes[entry.bucket] = max(bucket_bytes[entry.bucket], entry.offset + entry.num_bytes)
+    return Description(
+        entries, numbers, tuple(map(tuple, buckets)), tuple(bucket_bytes), tuple(map(tuple, memories))
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def packed(parts: Description) -> Description:
+    """Return the same entries, all of them copied into buckets."""
+    entries = list(parts.entries)
+    ends = [0] * len(parts.buckets)
+    for numbers in parts.buckets:
+        for number in numbers:
+            entry = entries[number]
+            entries[number] = dataclasses.replace(entry, offset=ends[entry.bucket], memory=0)
+            ends[entry.bucket] = aligned(ends[entry.bucket] + entry.num_bytes)
+    return dataclasses.replace(parts, entries=tuple(entries), bucket_bytes=tuple(ends), memories=())
+
+
+@functools.lru_cache(maxsize=8)
+def layout_of(ranks: tuple[Description, ...]) -> Layout:
+    """Return the trainer's layout, given its ranks' descriptions. Raises WeightSyncError unless the
+    ranks together publish each element of each tensor exactly once."""
+    layout = Layout.of_ranks([_rank_layout(rank.entries) for rank in ranks], "the trainer")
+    for name, tensor in layout.tensors.items():
+        given = sum(box.numel for boxes in tensor.boxes for box in boxes)
+        if given != (whole := Box.full(tensor.shape).numel):
+            raise WeightSyncError(
+                f"the ranks publish {given} elements of tensor {name!r}, which has {whole}"
+            )
+    return layout
+
+
+def _rank_layout(entries: Sequence[Entry]) -> Layout:
+    pieces: dict[str, list[Piece]] = {}
+    first: dict[str, Entry] = {}
+    for entry in entries:
+        first.setdefault(entry.name, entry)
+        pieces.setdefault(entry.name, []).append(Piece(entry.box))
+    tensors = [TensorLayout(n, e.shape, e.dtype, (tuple(pieces[n]),)) for n, e in first.items()]
+    return Layout.of(tensors, [Where()])
 
 
 # Checksum
@@ -241,7 +310,7 @@ def _row_products(elements: torch.Tensor, digits: torch.Tensor) -> np.ndarray:
         for first in range(0, content.shape[1], _PRODUCT_BYTES):
             piece = slice(first, first + _PRODUCT_BYTES)
             # [rows, 8]: the factors' digits, each with the weight of its place
-            found = torch._int_mm(content[:, piece], digits[piece]).numpy()
+            found = _multiplied(content[:, piece], digits[piece])
             for place in range(8):
                 total += found[:, place].astype(np.int64) << (8 * place)
     return total
@@ -274,6 +343,11 @@ def _device_sum(elements: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tor
     return (torch.cat(sums) * rows).sum()
 
 
+def _multiplied(left: torch.Tensor, right: torch.Tensor) -> np.ndarray:
+    """Return the product of int8 matrices, as int32."""
+    return torch._int_mm(left, right).numpy()  # pyright: ignore[reportPrivateImportUsage]
+
+
 @functools.cache
 def _multiplies_exactly() -> bool:
     """Return whether torch multiplies int8 matrices exactly here. Without VNNI instructions, oneDNN
@@ -281,7 +355,7 @@ def _multiplies_exactly() -> bool:
     extremes = torch.tensor([-128, 127], dtype=torch.int8)
     left, right = extremes.repeat(8)[:, None].repeat(1, 256), extremes.repeat(4).repeat(256, 1)
     try:
-        found = torch._int_mm(left, right).numpy()
+        found = _multiplied(left, right)
     except (AttributeError, RuntimeError):
         return False
     return np.array_equal(found, left.numpy().astype(np.int32) @ right.numpy().astype(np.int32))
@@ -373,143 +447,6 @@ def described(entries: Iterable[Entry], memories: Iterable[tuple[str, int]] = ()
 def fingerprint(description: bytes) -> str:
     """Return an identifier by which a receiver recognizes a description that it already has."""
     return f"{zlib.crc32(description):08x}{len(description):x}"
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-# Bucket memory
-
-
-def device_of(transport: Transport) -> torch.device | None:
-    """Return the device where this process keeps buckets for a transport; None for the host."""
-    if transport in ("auto", "gloo"):
-        return None
-    if not torch.cuda.is_available():
-        raise WeightSyncError(
-            f'transport="{transport}" moves weights from GPU to GPU, and torch finds none; use "auto"'
-        )
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def release_device_memory(device: torch.device) -> None:
-    """Return memory that torch keeps for reuse to the device, where other processes may need it."""
-    if device.type == "cuda":
-        torch.cuda.ipc_collect()  # memory that receivers have unmapped
-        torch.cuda.empty_cache()
-
-
-def open_device_memory(said: dict[str, Any]) -> torch.Tensor:
-    """Map a publisher's device memory, as [bytes] uint8. It stays mapped while views of it exist.
-    Raises OSError if this process does not see the device or cannot map its memory."""
-    seen = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
-    if said["device"] not in seen:
-        raise OSError(
-            None,
-            f'this process does not see its GPU; choose transport="nccl" or "auto", GPUs here: {seen}',
-            said["device"],
-        )
-    fields = [
-        base64.b64decode(field["bytes"]) if isinstance(field, dict) else field
-        for field in said["fields"]
-    ]
-    # `_new_shared_cuda` does not initialize CUDA by itself.
-    torch.cuda.init()
-    try:
-        # The first field is the device number in the publisher's process, which may differ here.
-        storage = torch.UntypedStorage._new_shared_cuda(seen.index(said["device"]), *fields[1:])
-    except RuntimeError as error:
-        raise OSError(None, str(error).partition("\n")[0], said["device"]) from None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def device_mapping(memory: torch.Tensor) -> dict[str, Any]:
-    # The fields that `torch.multiprocessing` pickles (`reductions.py`: `reduce_tensor`,
-    # `rebuild_cuda_tensor`).
-    fields = [
-        {"bytes": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
-        for field in memory.untyped_storage()._share_cuda_()
-    ]
-    return {"device": str(torch.cuda.get_device_properties(memory.device).uuid), "fields": fields}
-
-
-# Shared memory: host memory that other processes on this machine can map and read in place. It is
-# an anonymous file (`memfd_create`) that other processes open as `/proc/PID/fd/N`. No folder lists
-# it, and only host memory limits its size. The kernel frees it when the last process closes and
-# unmaps it.
-
-
-class _MemoryPlace(NamedTuple):
-    """Position of a tensor in memory that other processes of this user on this machine can map."""
-
-    path: str
-    num_bytes: int
-    offset: int
-
-
-class SharedMemory:
-    """Memory for several consecutive tensors; `room` computes its size. It lives as long as this
-    object or any of its tensors.
-
-    >>> memory = SharedMemory(SharedMemory.room([(2, 3)], torch.float32))
-    >>> tensor = memory.empty((2, 3), torch.float32)
-    >>> place = place_of(tensor[1:])
-    >>> place.offset, place.num_bytes
-    (12, 64)
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        file = os.memfd_create("weft-parameters", os.MFD_CLOEXEC)
-        # An empty file cannot be mapped.
-        self.num_bytes = max(num_bytes, _ALIGNMENT)
-        os.ftruncate(file, self.num_bytes)
-        self._memory = mmap.mmap(file, self.num_bytes)
-        # Tensors keep the mapping alive, and readers open the file by its path.
-        weakref.finalize(self._memory, os.close, file)
-        self._taken = 0
-        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        place = _MemoryPlace(f"/proc/{os.getpid()}/fd/{file}", self.num_bytes, 0)
-        with _starts_lock:
-            _starts[self._memory] = start, place
-
-    @staticmethod
-    def room(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
-        """[bytes] Return the memory that tensors of these shapes take."""
-        return sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in shapes)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros in this memory, with its own storage."""
-        numel = torch.Size(shape).numel()
-        # `frombuffer` rejects a count of 0.
-        if not numel:
-            return torch.empty(tuple(shape), dtype=dtype)
-        begin, self._taken = self._taken, self._taken + _aligned(numel * dtype.itemsize)
-        if self._taken > self.num_bytes:
-            raise ValueError(
-                f"a memory of {self.num_bytes} bytes has no room for {tuple(shape)} of {dtype}"
-            )
-        buffer: Any = self._memory
-        return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=begin).view(tuple(shape))
-
-
-def place_of(tensor: torch.Tensor) -> _MemoryPlace | None:
-    """Return where a contiguous tensor lies in a `SharedMemory` of this process, or None."""
-    if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
-        return None
-    address = tensor.data_ptr()
-    with _starts_lock:
-        starts = list(_starts.values())
-    for start, place in starts:
-        if 0 <= address - start < place.num_bytes:
-            return place._replace(offset=address - start)
-    return None
-
-
-_starts: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, _MemoryPlace]] = weakref.WeakKeyDictionary()
-"""For each live mapping, its address and place. Includes mappings that only tensors keep alive."""
-_starts_lock = threading.Lock()
-"""One thread may create memory while another calls `place_of`."""
 
 
 # Copies in host memory, and the number of threads for a transfer

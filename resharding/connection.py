@@ -12,23 +12,18 @@ encrypted, so a run needs a private network.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hmac
-import json
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
-from torch.distributed import ProcessGroupGloo
-from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..dataflow.errors import WeightSyncError
 from .weights import LOOPBACK, RankWeights
@@ -45,6 +40,8 @@ MOST_BYTES = 256 << 20
 SMALL_BYTES = 64 << 10
 """[bytes] Largest greeting, challenge or acknowledgement."""
 _PIECE_BYTES = 1 << 20
+_AGAIN_S = 0.05
+"""[s] Pause after a failed `accept`."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
@@ -228,163 +225,3 @@ class Listener:
         # A client that dies or misbehaves loses only its own connection.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self._serve(Connection.accept(connected, self.token))
-
-
-# Transports: how elements reach the receivers.
-#
-# transport   buckets          how receivers get the bytes
-# auto        on the host      by mapping them (same machine) or over the message connection
-# gloo        on the host      through a process group of two ranks, even on the same machine
-# nccl        on the device    through a process group of two ranks, from device to device
-# ipc         on the device    by mapping the device's memory
-#
-# vLLM's own backends, "vllm:nccl" and "vllm:ipc", send whole tensors (`vllm_publisher.py`).
-
-
-Transport = Literal["auto", "gloo", "nccl", "ipc"]
-
-
-# GroupChannel: bytes between two torch.distributed ranks, from host to host with gloo, from device
-# to device with NCCL.
-#
-# The ranks set up the group over their authenticated connection, so no torch store has to listen.
-# gloo and NCCL do not authenticate peers, but only the other side learns the port.
-
-
-_LOOK_S = 0.0002
-"""[s] Polling interval of `_await`."""
-_AGAIN_S = 0.05
-"""[s] Pause after a failed `accept`."""
-
-
-class GroupChannel:
-    """One side of a process group of two ranks. It sends uint8 tensors, whose lengths both sides
-    know, from rank 0 to rank 1. It first copies them to `device` ("cpu" for gloo, CUDA for NCCL).
-    Nothing else may use the connection during setup. Raises OSError if the other side is gone or
-    does not answer."""
-
-    def __init__(self, connection: Connection, rank: int, device: torch.device) -> None:
-        self.num_bytes = 0
-        self._other = 1 - rank
-        self._device = device
-        self._connection = connection
-        meeting = _Meeting(connection)
-        with _as_os_errors():
-            self._group: Any = (
-                _gloo(meeting, connection, rank)
-                if device.type == "cpu"
-                else _nccl(meeting, rank, device)
-            )
-            if device.type != "cpu":
-                self._greet(rank)  # NCCL connects with the first transfer
-        meeting.stop_sending()
-
-    def send_elements(self, content: torch.Tensor) -> None:
-        self.num_bytes += len(content)
-        with _as_os_errors():
-            self._await(self._group.send([content.to(self._device)], self._other, 0))
-
-    def receive_elements(self, target: torch.Tensor) -> None:
-        self.num_bytes += len(target)
-        own = target if target.device == self._device else torch.empty_like(target, device=self._device)
-        with _as_os_errors():
-            self._await(self._group.recv([own], self._other, 0))
-        if own is not target:
-            target.copy_(own)
-
-    def hang_up(self) -> None:
-        """End the group and its connection. Threads that wait for the other side get an error."""
-        self.close()
-        self._connection.hang_up()
-
-    def close(self) -> None:
-        """End the group. A side that waits for the other gets an error."""
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
-
-    def _greet(self, rank: int) -> None:
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        self._await((self._group.recv if rank else self._group.send)([byte], self._other, 0))
-
-    def _await(self, work: Any) -> None:
-        """Wait for the transfer. NCCL's own `wait` blocks only the device, and has no timeout."""
-        silence_s = self._connection.silence_s
-        if self._device.type == "cpu":
-            work.wait(timedelta(seconds=silence_s))
-            return
-        deadline = time.monotonic() + silence_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"NCCL moved nothing for {silence_s:.0f} s")
-            time.sleep(_LOOK_S)
-        work.wait()  # order the device's current stream after it; raise its errors
-
-
-def _gloo(meeting: _Meeting, connection: Connection, rank: int) -> Any:
-    options: Any = cast(Any, ProcessGroupGloo)._Options()
-    # Listen only at the address that this connection already uses.
-    options._devices = [ProcessGroupGloo.create_device(hostname=connection.own_address)]
-    options._timeout = timedelta(seconds=connection.silence_s)
-    options._threads = 1
-    return ProcessGroupGloo(meeting, rank, 2, options)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-
-def _nccl(meeting: _Meeting, rank: int, device: torch.device) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # not in torch builds without CUDA
-
-    with torch.cuda.device(device):
-        return ProcessGroupNCCL(meeting, rank, 2, ProcessGroupNCCL.Options())
-
-
-class _Meeting(TorchStore):
-    """A torch store over a connection, through which two ranks exchange their addresses."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self._connection = connection
-        self._known: dict[str, bytes] = {}
-        self._has_ended = False
-
-    def stop_sending(self) -> None:
-        """Stop sending once the ranks are connected. NCCL's watchdog continues to use the store."""
-        self._has_ended = True
-
-    def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._known[key] = bytes(value)
-        if not self._has_ended:
-            said = {"key": key, "value": base64.b64encode(value).decode()}
-            self._connection.send(b"G", json.dumps(said).encode())
-
-    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while key not in self._known:
-            if self._has_ended:
-                raise KeyError(key)
-            kind, content = self._connection.receive()
-            if kind != b"G":
-                raise ConnectionResetError(
-                    content.decode(errors="replace") or "the other side has given up"
-                )
-            said = json.loads(content)
-            self._known[said["key"]] = base64.b64decode(said["value"])
-        return self._known[key]
-
-    def check(self, keys: list[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all(key in self._known for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for key in keys:
-            self.get(key)
-
-
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        # torch raises one class for timeouts and lost connections; only the text tells them apart.
-        said = str(error)
-        if "imed out" in said or "timeout" in said.lower():
-            raise TimeoutError(said.partition("\n")[0]) from None
-        raise ConnectionResetError(
-            f"the group: {said.partition('] ')[2].partition('. ')[0] or said}"
-        ) from None

@@ -11,6 +11,8 @@ sign counts as changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -115,3 +117,51 @@ def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
     for at, extent in zip(indices, inner.shape, strict=True):
         inside &= (at >= 0) & (at < extent)
     return np.ravel_multi_index([at[inside] for at in indices], inner.shape)
+
+
+# The receiver's side: the previous version, to which deltas apply
+
+
+class HeldBoxes:
+    """The bits of the boxes that a receiver took last, to which the next deltas apply. Entry
+    numbers are only valid for one publisher."""
+
+    def __init__(self, publisher: str) -> None:
+        self.publisher = publisher
+        self.version: int | None = None
+        """The version of all boxes; None without boxes, or if they belong to several versions."""
+        self._bits: dict[tuple[int, Box], np.ndarray] = {}
+
+    def start_version(self, wanted: Iterable[tuple[int, Box]]) -> int | None:
+        """Start a version with these entry numbers and boxes. Return the version of all of them, or
+        None if deltas do not apply. `version` is None until the caller sets it."""
+        keys = set(wanted)
+        # If the transfer breaks off, the bits belong to two versions.
+        base, self.version = self.version, None
+        if not keys <= self._bits.keys():
+            base = None
+        self._bits = {key: bits for key, bits in self._bits.items() if key in keys}
+        return base
+
+    def bits(self, number: int, box: Box, dtype: np.dtype) -> np.ndarray:
+        """Return the held bits of an entry's box, or new memory for them: [elements] unsigned
+        integers of the elements' size."""
+        key = (number, box)
+        if key not in self._bits:
+            self._bits[key] = np.empty(box.numel, dtype)
+        return self._bits[key]
+
+
+_held: dict[tuple[str, int, int], HeldBoxes] = {}
+"""Keyed by receiver name, part number, and rank of the publisher."""
+
+
+def held_boxes(receiver: str, part: int, rank: int, publisher: str) -> HeldBoxes:
+    """Return a trainer rank's boxes that this process (`part` of a receiver) holds. Discards those
+    of an earlier publisher. Does not keep boxes of a receiver without a name."""
+    found = _held.get((receiver, part, rank))
+    if found is None or found.publisher != publisher:
+        found = HeldBoxes(publisher)
+        if receiver:
+            _held[receiver, part, rank] = found
+    return found

@@ -29,8 +29,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from ..dataflow.errors import WeightSyncError
-from .buckets import BUCKET_BYTES, read_sums, release_device_memory, start_sum
+from .buckets import BUCKET_BYTES, read_sums, start_sum
 from .connection import listen
+from .mapped_memory import release_device_memory
 from .vllm_control import Receivers, TensorSum, checksum_of_tensors
 from .weights import BY_VLLM, CHECKSUM_MODULUS, LOOPBACK, Box, TensorPart, Weights
 

@@ -58,12 +58,13 @@ class ActorConfig(TrainedConfig):
     its host memory; others receive the weights over TCP. "deltas": like "auto", but followers on
     other machines receive only the elements that changed since their last version, if that takes
     fewer bytes. The leader and these followers then keep a copy of their part of the weights in
-    host memory. "gloo": point to point through `torch.distributed`. "nccl": from GPU to GPU, if
-    followers use other GPUs than the leader. "ipc": followers that take turns with the leader on
-    its GPUs map its buckets there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc", but through
-    vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower than 1 GB/s,
-    and a GPU transport if copies through host memory take long. The four GPU transports are
-    untested on GPUs."""
+    host memory. "nccl": from GPU to GPU, if followers use other GPUs than the leader; one NCCL
+    group of all ranks broadcasts the weights. "gloo": the same between CPUs. "ipc": for followers
+    that take turns with the leader on its GPUs; the leader's ranks gather the weights on each GPU
+    with NCCL, and the follower maps them there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc",
+    but through vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower
+    than 1 GB/s, and a GPU transport if copies through host memory take long. The four GPU
+    transports are untested on GPUs."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("transport",))
     retired: ClassVar[Mapping[str, str]] = {
@@ -215,7 +216,7 @@ class ActorWorker(TrainedWorker):
         transport = self.config.transport
         if transport == "deltas":
             return WeightPublisher(at.address, deltas=True)
-        return WeightPublisher(at.address, transport=transport)
+        return WeightPublisher(at.address, transport=transport, rank=at.rank, ranks=at.world_size)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> None:

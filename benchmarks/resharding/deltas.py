@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weft.resharding import incoming
+from weft.resharding import sources
 from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, whole
@@ -22,12 +22,12 @@ SHARES = (0.001, 0.01, 0.05, 0.5)
 @contextmanager
 def another_machine() -> Iterator[None]:
     """Make receivers believe that the publisher is on another machine, so that they use TCP."""
-    before = incoming.this_machine
-    incoming.this_machine = lambda: "another machine"
+    before = sources.this_machine
+    sources.this_machine = lambda: "another machine"
     try:
         yield
     finally:
-        incoming.this_machine = before
+        sources.this_machine = before
 
 
 def step(model: Tensors, share: float) -> None:

@@ -56,7 +56,7 @@ class Trainer:
         return self._taken.getsockname()[1]
 
     def start(self, model: str, rank: int, port: int) -> None:
-        from weft.resharding import publisher as transfer
+        from weft.resharding import transfer
         from weft.workers.actor import ActorConfig, ActorWorker
         from weft.workers.worker import Context
 
@@ -67,7 +67,7 @@ class Trainer:
         self._publishers: dict[str, Any] = {}
         self._timed = Timed()
         self._timed.watch("checksums", transfer, "start_sum")
-        self._timed.watch("copies", transfer._Transfer, "_fill")
+        self._timed.watch("copies", transfer.Transfer, "_fill")
 
     def change(self) -> None:
         """Change the weights, as a step does."""

@@ -332,8 +332,8 @@ def _filters_before(graph: Graph, name: str) -> frozenset[str]:
 def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) -> None:
     """Check that GPU-to-GPU weight transports have the right GPUs on both sides.
 
-    CUDA IPC needs both groups on the same GPUs; NCCL needs separate ones. vLLM's backends need a
-    vLLM engine, and for IPC one sending rank on each GPU.
+    CUDA IPC needs both groups on the same GPUs, and one sending rank on each GPU; NCCL needs
+    separate GPUs. vLLM's backends need a vLLM engine.
     """
     for handle in handles:
         if handle.leader is None:
@@ -358,10 +358,11 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
             raise UserError(
                 f'{who}, cannot be used {where}; take transport="{transport.replace(way, other)}"'
             )
-        if backend and shared and placement[leader].gpus > 1:
+        if shared and placement[leader].gpus > 1:
             raise UserError(
                 f"{who}, is sent by one rank per GPU, but {leader!r} has {placement[leader].ranks} ranks for the "
-                f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus}"
+                f"{pools[leader].gpus} GPUs of pool {pools[leader].name!r}; take ranks={pools[leader].gpus} or "
+                'transport="auto"'
             )
 
 

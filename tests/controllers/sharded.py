@@ -14,7 +14,7 @@ from weft.controllers.schedule import Synchronous
 from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
-from weft.resharding import incoming
+from weft.resharding import sources
 from weft.workers.actor import ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.reference import ReferenceWorker
@@ -39,7 +39,7 @@ class ReferenceElsewhere(ReferenceWorker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        incoming.this_machine = lambda: "another machine"
+        sources.this_machine = lambda: "another machine"
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def look(self) -> dict[str, Any]:

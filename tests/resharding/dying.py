@@ -28,8 +28,8 @@ def die() -> None:
 
 
 def publish(after: int) -> None:
-    from weft.resharding import publisher as transfer
-    from weft.resharding.buckets import SharedMemory
+    from weft.resharding import transfer
+    from weft.resharding.mapped_memory import SharedMemory
     from weft.resharding.publisher import WeightPublisher
     from weft.resharding.weights import whole
 
@@ -39,14 +39,14 @@ def publish(after: int) -> None:
         given["a"]
     )  # read in place; the others are copied
 
-    fill = transfer._Transfer._fill
+    fill = transfer.Transfer._fill
 
-    def fill_or_die(self: Any, number: int, slot: int) -> int:
+    def fill_or_die(self: Any, number: int, slot: int) -> Any:
         if self.entries[number].bucket == after:
             die()
         return fill(self, number, slot)
 
-    transfer._Transfer._fill = fill_or_die
+    transfer.Transfer._fill = fill_or_die
     weights = WeightPublisher(bucket_bytes=BUCKET_BYTES).publish(whole(given), 3)
     os.write(
         1, json.dumps(dataclasses.asdict(weights)).encode() + b"\n"

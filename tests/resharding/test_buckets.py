@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding.buckets import Cutter, Entry, described
-from weft.resharding.incoming import layout_of, read_description
+from weft.resharding.buckets import Cutter, Entry, described, layout_of, read_description
 from weft.resharding.weights import Box, TensorPart, whole
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
+from weft.resharding import deltas, sources
 from weft.resharding import incoming as receiving
-from weft.resharding import publisher as transfers
-from weft.resharding.incoming import IncomingWeights, held_boxes, receive_parts
+from weft.resharding import transfer as transfers
+from weft.resharding.deltas import held_boxes
+from weft.resharding.incoming import IncomingWeights, receive_parts
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import (
     LOOPBACK,
@@ -33,8 +35,8 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make receivers believe that they are on another machine."""
-    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
-    monkeypatch.setattr(receiving, "_held", {})
+    monkeypatch.setattr(sources, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(deltas, "_held", {})
 
 
 @pytest.fixture
@@ -162,14 +164,14 @@ def test_a_delta_that_arrives_damaged_is_found_by_the_checksum(
     take(publisher.publish(whole(model), 1), model, "one[0]")
     publisher.finish()
     step(model, 0.01)
-    real = receiving.apply_delta
+    real = sources.apply_delta
 
     def damaged(bits: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
         if len(values):
             values[0] ^= 1
         real(bits, gaps, values)
 
-    monkeypatch.setattr(receiving, "apply_delta", damaged)
+    monkeypatch.setattr(sources, "apply_delta", damaged)
     with pytest.raises(
         WeightSyncError, match=r"tensor 'a' did not arrive as it was published: .* from rank 0"
     ):

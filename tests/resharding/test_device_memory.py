@@ -13,7 +13,7 @@ import pytest
 import torch
 from device_ranks import take
 
-from weft.resharding.connection import Transport
+from weft.resharding.bucket_group import Transport
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, whole
 

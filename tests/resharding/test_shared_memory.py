@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from weft.dataflow.errors import WeightSyncError
-from weft.resharding import buckets as shared_memory
-from weft.resharding import incoming as mapped_memory
-from weft.resharding import incoming as receiving
-from weft.resharding.buckets import SharedMemory, _MemoryPlace, described, place_of
-from weft.resharding.incoming import IncomingWeights, read_description, receive_parts
+from weft.resharding import mapped_memory as shared_memory
+from weft.resharding import sources
+from weft.resharding import sources as mapped_memory
+from weft.resharding.buckets import described, read_description
+from weft.resharding.incoming import IncomingWeights, receive_parts
+from weft.resharding.mapped_memory import MemoryPlace, SharedMemory, place_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import LOOPBACK, Box, Copy, TensorPart, Weights, whole
 
@@ -111,7 +112,7 @@ def test_a_receiver_of_columns_reads_a_row_shard_in_place(
 def test_a_receiver_on_another_machine_is_sent_the_same(
     shared: Tensors, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(sources, "this_machine", lambda: "another machine")
     found, checksum = received(publisher.publish(whole(shared), 1), shared)
     assert equal(found, shared) and publisher.finish() == checksum
 
@@ -232,7 +233,7 @@ def test_places_are_found_while_another_thread_makes_memory(
 
     other = SharedMemory(64)
     maker = threading.Thread(target=lambda: setattr(other, "another", SharedMemory(64)))
-    monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, _MemoryPlace("", 0, 0))}))
+    monkeypatch.setattr(shared_memory, "_starts", Starts({memory._memory: (0, MemoryPlace("", 0, 0))}))
     assert place_of(torch.empty(4)) is None
     maker.join(60)
     assert len(shared_memory._starts) == 2

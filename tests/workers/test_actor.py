@@ -261,9 +261,9 @@ def test_a_receiver_that_was_lost_is_named_in_the_log(
 def test_with_deltas_the_share_of_changed_elements_is_a_metric(
     tiny_model: Path, rows: Batch, monkeypatch: pytest.MonkeyPatch
 ):
-    from weft.resharding import incoming
+    from weft.resharding import sources
 
-    monkeypatch.setattr(incoming, "this_machine", lambda: "another machine")
+    monkeypatch.setattr(sources, "this_machine", lambda: "another machine")
     alone = Context("actor", address="127.0.0.1")
     worker = ActorWorker(
         ActorConfig(model=str(tiny_model), transport="deltas", learning_rate=1e-2), alone

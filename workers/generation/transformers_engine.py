@@ -252,8 +252,6 @@ class TransformersEngine:
             self._whole = False
             checksum = receive_parts(incoming, self._parts(incoming))
             self._whole = True
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # the sender reuses the memory after this call
         self.version = weights.version
         return checksum
 

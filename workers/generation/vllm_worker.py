@@ -146,10 +146,8 @@ class _BucketReceiver(WeightTransferEngine[_NoInitInfo, _UpdateInfo]):
         self._arriving = self.loaded = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Unlike the base class, without a synchronization: `IncomingWeights` does that.
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            # The sender may reuse its memory once this returns.
-            torch.accelerator.synchronize(self.device)
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         staging, found = self._staging, self._end_staging()

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ...dataflow.errors import UserError
 from ...dataflow.runs.files import Disk
-from ...resharding.buckets import SharedMemory
 from ...resharding.incoming import IncomingWeights, receive_parts
+from ...resharding.mapped_memory import SharedMemory
 from ...resharding.weights import Box, TensorPart
 from ..models.model_folder import find_model_config, read_model_config
 from .adapter import Adapter, is_adapter, is_trained, measured_weight, peft_name

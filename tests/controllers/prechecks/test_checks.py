@@ -181,7 +181,7 @@ GPUS, OTHERS, CPUS = (
         ("nccl", GPUS, GPUS, 'cannot be used on one pool; take transport="ipc"'),
         ("ipc", GPUS, OTHERS, 'cannot be used on separate pools; take transport="nccl"'),
         ("nccl", GPUS, OTHERS, ""),
-        ("ipc", GPUS, GPUS, ""),
+        ("ipc", GPUS, GPUS, "'actor' has 1 ranks for the 2 GPUs of pool 'gpus'; take ranks=2 or"),
         ("gloo", CPUS, CPUS, ""),
         ("vllm:nccl", GPUS, CPUS, "pool 'cpus' of 'rollout' has none; take transport=\"auto\""),
         ("vllm:nccl", GPUS, GPUS, 'cannot be used on one pool; take transport="vllm:ipc"'),
@@ -199,6 +199,14 @@ def test_weights_go_from_gpu_to_gpu_where_there_are_gpus_that_allow_it(
     placement = {"actor": Place(leader), "rollout": Place(follower)}
     with pytest.raises(UserError, match=re.escape(wanted)) if wanted else nullcontext():
         check_transports([actor, rollout], placement)
+
+
+def test_a_rank_on_each_gpu_sends_to_the_followers_there():
+    actor: Any = group(ActorWorker, model="m", transport="ipc", name="actor")
+    rollout: Any = group(RolloutWorker, name="rollout", model="m")
+    rollout.follows(actor)
+    placement = {"actor": Place(GPUS, ranks=2), "rollout": Place(GPUS)}
+    check_transports([actor, rollout], placement)
 
 
 class OwnEngine(RolloutWorker):

@@ -23,8 +23,7 @@ from engine_model import CONTEXT, STOP, VOCABULARY
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
-from weft.resharding import incoming
-from weft.resharding import publisher as transfer
+from weft.resharding import sources, transfer
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
@@ -364,12 +363,12 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
     requests, sampling, earlier = requests_of(prompts_of(3)), Sampling(max_tokens=8), vllm.version
     before = all_of(vllm, requests, sampling)
     dying, publisher, go_on = WeightPublisher(bucket_bytes=4096), WeightPublisher(), threading.Event()
-    fill = transfer._Transfer._fill_pass
+    fill = transfer.Transfer._fill_pass
 
-    def stops_in_the_middle(self: transfer._Transfer, members: Any) -> None:
+    def stops_in_the_middle(self: transfer.Transfer, members: Any) -> None:
         own = self._fill
 
-        def fill_slowly(number: int, slot: int) -> int:
+        def fill_slowly(number: int, slot: int) -> Any:
             if number == len(self.entries) // 2:
                 go_on.wait(60)
             return own(number, slot)
@@ -378,7 +377,7 @@ def test_a_version_that_is_staged_in_part_changes_nothing_and_another_one_arrive
         fill(self, members)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer._Transfer, "_fill_pass", stops_in_the_middle)
+        patch.setattr(transfer.Transfer, "_fill_pass", stops_in_the_middle)
         staging = iter(vllm.stage_weights(published(model, dying, version=earlier + 1, scale=1.4)))
         next(staging)
     if ends == "the publisher":
@@ -421,8 +420,8 @@ def test_changed_bytes_are_refused_and_block_generation_until_new_weights_arrive
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
     weights = published(model, publisher, version=4, scale=1.2)
     with monkeypatch.context() as patch:
-        real = incoming._Source.elements
-        patch.setattr(incoming._Source, "elements", lambda *arguments: real(*arguments) + 1)
+        real = sources.Source.elements
+        patch.setattr(sources.Source, "elements", lambda *arguments: real(*arguments) + 1)
         with pytest.raises(
             WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"
         ):
