@@ -21,6 +21,8 @@ from ...dataflow.graph import Handle
 from ...dataflow.runs.files import make_file, make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
+from ...workers.training.engine import ModelConfig
+from ...workers.training.memory import PINNED_MIB
 from ...workers.worker import Context, Worker
 from ..node_layout import devices, position
 from ..placement import Place
@@ -396,13 +398,15 @@ def start_rank(
         max_concurrency=MAX_CALLS,
     )
     rank = cloudpickle.dumps((_Rank, handle.worker_class, handle.config, context, files))  # pyright: ignore[reportPrivateImportUsage]
-    return actor.remote(_environment(place, gpus), rank, found)
+    return actor.remote(_environment(handle, place, gpus), rank, found)
 
 
-def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
+def _environment(handle: Handle, place: Place, gpus: Sequence[str]) -> dict[str, str]:
     """Environment of a rank's process, to be set before any import that reads it."""
+    given = forwarded(os.environ)
     return {
-        **forwarded(os.environ),
+        **given,
+        **(allocator_settings(handle, given) if gpus else {}),
         # Thread counts must be set before torch is imported.
         "OMP_NUM_THREADS": str(place.threads),
         "MKL_NUM_THREADS": str(place.threads),
@@ -414,6 +418,29 @@ def _environment(place: Place, gpus: Sequence[str]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+
+
+def allocator_settings(handle: Handle, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that sets up torch's allocators on a rank with GPUs. Options in the
+    variables `given` by the user win.
+
+    >>> allocator_settings(Handle(Worker, None, "reward"), {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:4"})
+    {'PYTORCH_ALLOC_CONF': 'pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:4'}
+    """
+    own: dict[str, str] = {}
+    # Microbatches of changing sizes would leave gaps. Other processes cannot map such memory.
+    if isinstance(handle.config, ModelConfig) and not handle.transport.endswith("ipc"):
+        own["expandable_segments"] = "True"
+    # Large blocks get their exact size, not the next power of two. The second option is needed, too:
+    # torch 2.13 would serve a request from a freed block of the same power of two, even from a smaller
+    # one.
+    own["pinned_max_round_threshold_mb"] = own["pinned_max_cached_size_mb"] = str(PINNED_MIB)
+    # torch reads the first of these that is set.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    users = next((given[name] for name in names if given.get(name)), "")
+    chosen = {option.partition(":")[0].strip() for option in users.split(",")}
+    options = [f"{name}:{value}" for name, value in own.items() if name not in chosen]
+    return {names[0]: ",".join([*options, *filter(None, [users])])}
 
 
 def _log_to(path: Path) -> None:
