@@ -276,6 +276,13 @@ class Driver:
                 self._history.progress.alert("dashboard", f"the dashboard cannot be started: {error}")
         for mistake in mistakes(self._spec.graphs[TRAIN], self._spec.handles):
             self._history.progress.alert("mistake", mistake)
+        if self._spec.backend.cluster is not None and any(
+            place.pool.gpus for place in self._spec.placement.values()
+        ):
+            from .prechecks.plan import gpu_memory_alerts  # imports torch
+
+            for alert in gpu_memory_alerts(self._spec):
+                self._history.progress.alert("gpu_memory", alert)
         # `with` does not call `__exit__` if `__enter__` raises.
         try:
             self._start()

@@ -22,6 +22,8 @@ from ...dataflow.runs.files import make_file, make_folder
 from ...workers.dispatch import Coordinates
 from ...workers.rendezvous import Rendezvous, take_port
 from ...workers.rollout import RolloutWorker
+from ...workers.training.engine import ModelConfig
+from ...workers.training.memory import PINNED_MIB
 from ...workers.worker import Context, Worker
 from ..node_layout import devices, position
 from ..placement import Place
@@ -405,8 +407,10 @@ def _environment(handle: Handle, place: Place, gpus: Sequence[str]) -> dict[str,
     # Waiting OpenMP threads spin, which slows the thread that starts vLLM's kernels.
     generates = issubclass(handle.worker_class, RolloutWorker)
     threads = 1 if place.gpus and generates else place.threads
+    given = forwarded(os.environ)
     return {
-        **forwarded(os.environ),
+        **given,
+        **(allocator_settings(handle, given) if gpus else {}),
         # Thread counts must be set before torch is imported.
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -418,6 +422,29 @@ def _environment(handle: Handle, place: Place, gpus: Sequence[str]) -> dict[str,
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
+
+
+def allocator_settings(handle: Handle, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that sets up torch's allocators on a rank with GPUs. Options in the
+    variables `given` by the user win.
+
+    >>> allocator_settings(Handle(Worker, None, "reward"), {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:4"})
+    {'PYTORCH_ALLOC_CONF': 'pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:4'}
+    """
+    own: dict[str, str] = {}
+    # Microbatches of changing sizes would leave gaps. Other processes cannot map such memory.
+    if isinstance(handle.config, ModelConfig) and not handle.transport.endswith("ipc"):
+        own["expandable_segments"] = "True"
+    # Large blocks get their exact size, not the next power of two. The second option is needed, too:
+    # torch 2.13 would serve a request from a freed block of the same power of two, even from a smaller
+    # one.
+    own["pinned_max_round_threshold_mb"] = own["pinned_max_cached_size_mb"] = str(PINNED_MIB)
+    # torch reads the first of these that is set.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    users = next((given[name] for name in names if given.get(name)), "")
+    chosen = {option.partition(":")[0].strip() for option in users.split(",")}
+    options = [f"{name}:{value}" for name, value in own.items() if name not in chosen]
+    return {names[0]: ",".join([*options, *filter(None, [users])])}
 
 
 def _log_to(path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...dataflow.byte_units import gib
+from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
 from ...workers.dispatch import RowCost, balance
@@ -28,7 +33,7 @@ from ..run_spec import RunSpec
 from ..schedule import Synchronous
 from ..simulation.backend import Simulated
 from ..simulation.costs import CostModel, Generation, SequenceParallelCost, bound, calibrate
-from .plan_memory import GroupMemory, driver_bytes, group_memory
+from .plan_memory import WAYS, GroupMemory, driver_bytes, group_memory
 from .plan_sizes import (
     PipelinePlan,
     StepSizes,
@@ -185,23 +190,28 @@ class Plan:
     def host_bytes(self) -> int:
         """Upper bound on the host memory of all processes, as if all groups peaked at once.
 
-        A group's GPU tensors move to the host while another group has its turn on the GPU.
+        A group's GPU tensors move to the host while another group has its turn on the GPU, and their
+        memory there stays allocated.
         """
-        away = 0
-        for turns in self._turns.values():
-            moves = [group.ranks * group.moves for group in turns]
-            # Most tensors are on the host while the smallest group has its turn.
-            away += sum(moves) - min(moves)
-        return self.driver_bytes + away + sum(group.ranks * group.host for group in self.groups)
+        away = sum(
+            group.ranks * group.moves for of in self._turns.values() if len(of) > 1 for group in of
+        )
+        rest = sum(group.ranks * group.host + group.folder for group in self.groups)
+        return self.driver_bytes + away + rest
 
     @property
     def device_bytes(self) -> Mapping[str, int]:
-        """Pool with GPUs -> upper bound on the bytes on each GPU, those of its largest group."""
-        found: dict[str, int] = {}
-        for pool, turns in self._turns.items():
-            gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
-            found[pool] = max(group.device * max(1, round(group.ranks / gpus)) for group in turns)
-        return found
+        """Pool with GPUs -> upper bound on the bytes on each GPU, while its largest group has its turn
+        and the others are offloaded."""
+        return {pool: max(self.on_device(pool).values()) for pool in self._turns}
+
+    def on_device(self, pool: str) -> Mapping[str, int]:
+        """Group on a pool -> bytes on each GPU while the group has its turn."""
+        turns = self._turns[pool]
+        gpus = max(1, self.spec.placement[turns[0].group].pool.gpus)
+        each = {group.group: max(1, round(group.ranks / gpus)) for group in turns}
+        idle = sum(group.idle * each[group.group] for group in turns)
+        return {g.group: (g.device - g.idle) * each[g.group] + idle for g in turns}
 
     @property
     def _turns(self) -> Mapping[str, list[GroupMemory]]:
@@ -282,8 +292,63 @@ def this_machine() -> _Machine:
     if (other := OTHER.get()) is not None:
         gpu_bytes = other.gpu_bytes
     elif gpus:
-        import torch
-
-        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+        gpu_bytes = _gpu_bytes()
     free, planned_for = shutil.disk_usage(".").free, other is not None
     return _Machine(machine_cpus(), gpus, total, total - used, gpu_bytes, free, planned_for)
+
+
+def _gpu_bytes() -> int:
+    """Return the memory of the smallest GPU, or 0 if the driver does not answer. torch would create a
+    CUDA context in this process."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10.0, check=False).stdout
+        return min((int(line) << 20 for line in said.splitlines()), default=0)
+    return 0
+
+
+# Alerts before a start
+
+ROOM = 0.95
+"""[share] Usable memory of a GPU; fragmentation takes the rest."""
+
+
+def gpu_memory_alerts(spec: RunSpec) -> list[str]:
+    """Return a message for each group whose plan exceeds the GPUs of this machine. Return none if the
+    plan is unknown, for example on a driver's node without GPUs."""
+    try:
+        plan = plan_of(spec)
+    except UserError:  # the workers report it
+        return []
+    return list(_too_large(plan))
+
+
+def _too_large(plan: Plan) -> Iterator[str]:
+    limit = ROOM * plan.machine.gpu_bytes
+    for pool in plan.device_bytes if limit else ():
+        for group, needed in plan.on_device(pool).items():
+            if needed > limit:
+                yield (
+                    f"worker group {group!r} needs about {gib(needed)} of each GPU of pool {pool!r}, and a GPU has "
+                    f"{gib(plan.machine.gpu_bytes)}. {_remedy(plan, pool, group, limit)}; `weft plan` lists what it needs"
+                )
+
+
+def _remedy(plan: Plan, pool: str, name: str, limit: float) -> str:
+    """Return the fastest way of training that fits, or what to change instead."""
+    handle, place = plan.spec.handles[name], plan.spec.placement[name]
+    if isinstance(handle.config, ModelConfig):
+        for way in WAYS:
+            if not all(hasattr(handle.config, setting) for setting in way):
+                continue
+            other = copy(handle)
+            other.config = handle.config.model_copy(update=way)
+            made = group_memory(plan.spec, name, other, place, plan.sizes, plan.machine.gpu_bytes)
+            groups = tuple(made if group.group == name else group for group in plan.groups)
+            needed = replace(plan, groups=groups).on_device(pool)[name]
+            if needed <= limit:
+                chosen = " and ".join(f"{setting}={value!r}" for setting, value in way.items())
+                return f"Set {chosen}, which needs {gib(needed)}"
+        adapter = ", or train an adapter (lora=weft.Lora())" * hasattr(handle.config, "lora")
+        return f"Set offload='everything' and a smaller microbatch_tokens{adapter}, or use more GPUs"
+    return "Set a smaller gpu_memory_utilization or kv_cache_gib, or a larger tensor_parallel"

@@ -22,6 +22,7 @@ from ...workers.training.memory import (
     ModelSize,
     TrainingMemory,
     checkpoint_bytes,
+    folder_bytes,
     model_size,
     training_memory,
 )
@@ -29,17 +30,25 @@ from ..placement import Place
 from ..run_spec import RunSpec
 from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 
-# Resident memory of a process without tensors: the interpreter, torch, transformers, vLLM.
+# Memory of a process without tensors: the interpreter, torch, transformers, vLLM.
 #
 # Measured: `resident_bytes` of each group in runs of the examples (docs/metrics.md), minus the
 # memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers 5.19, vLLM
 # 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Each process counts
-# mapped files, mostly libraries, that it shares with others. torch for CUDA takes more.
+# mapped files, mostly libraries, that it shares with others. The figures for GPUs are estimates.
 
 TRAINING = 600 * MIB
 """A rank with a training engine, or one that only computes log-probabilities."""
 ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
 """A rollout rank: name of its engine -> bytes."""
+ON_GPU = {"vllm": round(3.5 * GIB)}
+"""A rank with a GPU: name of its engine -> bytes of host memory."""
+ON_GPU_TRAINING = round(2.5 * GIB)
+"""Host memory of any other rank with a GPU: libraries of CUDA, and what the driver maps."""
+CUDA = round(1.5 * GIB)
+"""Device memory of a process: CUDA's context, NCCL, and workspaces of libraries."""
+ASLEEP = round(2.5 * GIB)
+"""Device memory of vLLM while it sleeps: its context, and kernels and workspaces outside its pool."""
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
@@ -54,11 +63,16 @@ HELD_FREE = 0.15
 of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
 
 
-def _resident_bytes(name: str, handle: Handle, functions: Iterable[Callable[..., Any]]) -> int:
-    """Return the memory of a rank before it holds a tensor."""
+def _resident_bytes(
+    name: str, handle: Handle, functions: Iterable[Callable[..., Any]], *, on_gpu: bool
+) -> int:
+    """Return the host memory of a rank before it holds a tensor."""
+    engine = getattr(handle.config, "engine", None)
+    if on_gpu and getattr(handle.config, "model", None) is not None:
+        return ON_GPU.get(engine, ON_GPU_TRAINING)
     if isinstance(handle.config, ModelConfig):
         return TRAINING
-    if (engine := getattr(handle.config, "engine", None)) is not None:
+    if engine is not None:
         return ENGINES.get(engine, ENGINES["transformers"])
     modules = (sys.modules.get(function.__module__) for function in functions)
     uses_torch = name == FUNCTIONS and any(hasattr(module, "torch") for module in modules)
@@ -72,8 +86,17 @@ def driver_bytes(*, in_process: bool) -> int:
 
 # Memory of a group
 
+WAYS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": "elementwise"},
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": True, "offload": "moments"},
+    {"activation_checkpointing": True, "offload": "everything"},
+)
+"""Ways of training on GPUs, from the fastest to the most frugal."""
 REST = "at rest"
 CACHE = "key/value cache"
+CONTEXT = "CUDA"
 
 
 @dataclass(frozen=True)
@@ -142,17 +165,18 @@ class GroupMemory:
     """Phase ("at rest", "generate", ...) -> part -> bytes. Other phases add to "at rest"."""
     on_host: Mapping[str, int] = field(default_factory=dict)
     """Name of a part -> bytes of tensors that are always in host memory, from the first step on."""
+    moves: int = 0
+    """Bytes of a rank that are in host memory, too, while another group has its turn on the GPU."""
+    idle: int = 0
+    """Bytes of a rank that stay on the GPU while another group has its turn."""
+    folder: int = 0
+    """Host memory of rank 0 alone while it writes the model's folder of a checkpoint."""
     checkpoint: int = 0
     """Bytes of the whole group in a checkpoint."""
     stages: tuple[_StageMemory, ...] = ()
     """Stages of a pipeline. `phases` describes the largest one."""
     unknown: str = ""
     """Why some of its memory is unknown."""
-
-    @property
-    def moves(self) -> int:
-        """Bytes of a rank that move to the host during another group's turn, without the cache."""
-        return sum(number for what, number in self.phases.get(REST, {}).items() if what != CACHE)
 
     @property
     def peak(self) -> int:
@@ -183,16 +207,20 @@ def group_memory(
     config: Any = handle.config
     alone = spec.backend.in_process
     functions = (n.function for graph in spec.graphs.values() for n in graph.nodes if n.group is None)
-    libraries = 0 if alone else _resident_bytes(name, handle, functions)
+    on_gpu = bool(place.pool.gpus)
+    libraries = 0 if alone else _resident_bytes(name, handle, functions, on_gpu=on_gpu)
     ranks = 1 if alone else place.ranks
-    known = GroupMemory(name, ranks, place.pool.name, bool(place.pool.gpus), libraries)
+    known = GroupMemory(name, ranks, place.pool.name, on_gpu, libraries)
     if getattr(config, "model", None) is None:
         # A worker without a model holds no tensors to plan for.
         return replace(known, on_gpu=False)
     try:
         if isinstance(config, ModelConfig):
             return _trained(spec, known, config, sizes, gpu_bytes, chunks)
-        return _generating(known, config, sizes, gpu_bytes) if hasattr(config, "engine") else known
+        if hasattr(config, "engine"):
+            follows = handle.leader is not None
+            return _generating(known, config, sizes, gpu_bytes, follows=follows)
+        return known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
             raise  # the run would fail, too; a model that is not downloaded yet is no error
@@ -229,14 +257,23 @@ def _trained(
     if config.engine is not None:
         unknown = unknown or "counted as FsdpEngine holds it"
     rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
+    moves = sum(rest.values())
     if found:
         in_pass = with_activations(in_pass, found, made)
-    if not known.on_gpu:
+    if known.on_gpu:
+        rest[CONTEXT] = CUDA
+    else:
         in_pass["heap"] = round(HELD_FREE * sum(in_pass.values()))
-    phases = {REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)}
-    stored = checkpoint_bytes(size, config, lora) if saves and trains else 0
     return replace(
-        known, phases=phases, on_host=_present(host), checkpoint=stored, stages=stages, unknown=unknown
+        known,
+        phases={REST: _present(rest), "update" if trains else "logprobs": _present(in_pass)},
+        on_host=_present(host),
+        moves=moves * known.on_gpu,
+        idle=CUDA * known.on_gpu,
+        folder=folder_bytes(size, config, lora) if saves and trains else 0,
+        checkpoint=checkpoint_bytes(size, config, lora) if saves and trains else 0,
+        stages=stages,
+        unknown=unknown,
     )
 
 
@@ -257,6 +294,8 @@ def placed(
     if on_gpu and config.offload == "everything":
         host |= {**rest, "gradients": in_pass.pop("gradients")}
         rest = {}
+    if on_gpu:
+        host["pinned blocks"] = made.rounding
     return rest, in_pass, host
 
 
@@ -300,7 +339,9 @@ def _activations(
     return max(0, found - 4 * size.parameters)
 
 
-def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
+def _generating(
+    known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int, *, follows: bool
+) -> GroupMemory:
     size = model_size(config.model)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if known.on_gpu else "float32"
     rest = {"weights": size.parameters * BYTES[dtype]}
@@ -313,6 +354,9 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
         token = 2 * settings.num_hidden_layers * (heads or 0) * (width or 0) * BYTES[dtype]
         cache = round(at_once * sizes.tokens_a_row * token)
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}
+        if known.on_gpu:
+            known = replace(known, moves=rest["weights"], idle=CUDA)
+            rest[CONTEXT] = CUDA
         return replace(known, phases={REST: _present(rest), "generate": _present(made)})
     rest["weights"] //= config.tensor_parallel
 
@@ -322,13 +366,17 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
 
     if not known.on_gpu:
         rest[CACHE] = chosen("kv_cache_memory_bytes", None)
-    elif config.kv_cache_gib is not None:
+        return replace(known, phases={REST: _present(rest)})
+    # vLLM discards weights that arrive again before it generates, but not an adapter's base model.
+    kept = rest["weights"] if config.adapter is not None or not follows else 0
+    rest[CONTEXT] = CUDA
+    if config.kv_cache_gib is not None:
         rest[CACHE] = int(config.kv_cache_gib * GIB)
     else:
         share = config.gpu_memory_utilization or chosen("gpu_memory_utilization", 1.0)
-        # vLLM's share covers the weights as well as the cache.
-        rest[CACHE] = max(0, int(share * gpu_bytes) - rest["weights"])
-    return replace(known, phases={REST: _present(rest)})
+        # vLLM's share covers the weights and CUDA as well as the cache.
+        rest[CACHE] = max(0, int(share * gpu_bytes) - sum(rest.values()))
+    return replace(known, phases={REST: _present(rest)}, moves=kept, idle=ASLEEP)
 
 
 def _present(found: Mapping[str, int]) -> dict[str, int]:

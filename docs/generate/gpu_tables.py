@@ -16,16 +16,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.controllers.prechecks.plan_memory import placed, with_activations
+from weft.controllers.prechecks.plan_memory import (
+    ASLEEP,
+    CUDA,
+    ON_GPU,
+    ON_GPU_TRAINING,
+    WAYS,
+    placed,
+    with_activations,
+)
 from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.lora import Lora
-from weft.workers.training.memory import BYTES, ModelSize, training_memory
+from weft.workers.training.memory import BYTES, ModelSize, folder_bytes, training_memory
 
 PROMPT, RESPONSE = 1024, 3072
 """[tokens] The lengths of each row."""
-OWN_BYTES = round(1.5 * GIB)
-"""[bytes] Overhead of CUDA and NCCL on each GPU."""
+OWN_BYTES = CUDA + ASLEEP
+"""[bytes] Memory of a GPU for CUDA and NCCL, and for vLLM while it sleeps."""
+PROCESSES = ON_GPU_TRAINING + ON_GPU["vllm"]
+"""[bytes] Host memory of the processes of a GPU, without tensors."""
 USABLE = 0.92
 """[share] Usable GPU memory; fragmentation takes the rest."""
 QWEN, LLAMA = "Qwen2", "Llama"
@@ -80,17 +90,14 @@ class Machine:
     gib: int
     microbatch_tokens: int
 
+    @property
+    def usable(self) -> float:
+        """[bytes] Memory of a GPU for a plan."""
+        return USABLE * self.gib * GIB
+
 
 MACHINES = (Machine(1, 24, 4096), Machine(1, 80, 16384), Machine(8, 80, 16384))
 ADAPTER = Lora(rank=16)
-WAYS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"activation_checkpointing": "elementwise"},
-    {"activation_checkpointing": True},
-    {"activation_checkpointing": True, "offload": "moments"},
-    {"activation_checkpointing": True, "offload": "everything"},
-)
-"""Ways of training, from the fastest to the most frugal."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class Expected:
     host: int
 
 
-def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expected:
-    """Return the memory that an actor needs.
+def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expected | None:
+    """Return the memory that an actor needs beside vLLM, or None if its weights alone do not fit.
 
     Args:
         model: a name in `MODELS`.
@@ -116,10 +123,17 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
         _size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True
     )
     rest, in_pass, host = placed(made, config, on_gpu=True)
+    moves = sum(rest.values())
+    if OWN_BYTES + moves + sum(in_pass.values()) > machine.usable:
+        return None
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
     in_pass = with_activations(in_pass, activations, made)
-    device = OWN_BYTES + sum(rest.values()) + sum(in_pass.values())
-    return Expected(settings, device, activations, machine.gpus * sum(host.values()))
+    device = OWN_BYTES + moves + sum(in_pass.values())
+    on_host = PROCESSES + moves + sum(host.values())
+    if config.lora is not None:  # vLLM keeps the base model on the host while it sleeps
+        on_host += BYTES["bfloat16"] * _size(model).parameters
+    folder = folder_bytes(_size(model), config, config.lora)
+    return Expected(settings, device, activations, machine.gpus * on_host + folder)
 
 
 def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected | None:
@@ -127,7 +141,7 @@ def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected
     None."""
     for way in WAYS:
         found = expected(model, machine, way if lora is None else {**way, "lora": lora})
-        if found.device <= USABLE * machine.gib * GIB:
+        if found is not None and found.device <= machine.usable:
             return found
     return None
 

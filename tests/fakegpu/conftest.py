@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-WITHIN_S = 300
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def run_on_fake_gpu() -> Callable[..., dict[str, Any]]:
     if folder is None:
         pytest.skip("needs a fake GPU: set WEFT_FAKE_GPU to its folder")
 
-    def run(script: str, **env: object) -> dict[str, Any]:
+    def run(script: str, *, within_s: float = 900, **env: object) -> dict[str, Any]:
         fake = {
             "LD_LIBRARY_PATH": f"{folder}/driver",
             "LD_PRELOAD": f"{folder}/shim.so",
@@ -42,7 +41,7 @@ def run_on_fake_gpu() -> Callable[..., dict[str, Any]]:
             env={**os.environ, **fake, **given},
             capture_output=True,
             text=True,
-            timeout=WITHIN_S,
+            timeout=within_s,
             check=False,
         )
         assert ended.returncode == 0, f"{script}: {ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"

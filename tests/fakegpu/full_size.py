@@ -1,8 +1,10 @@
 """Train full-size models for two steps, and print the peak of the device and of pinned host memory.
 
-`ROWS` is a JSON list of rows of docs/gpu.md: {"model", "gpus", "gib", "tokens", "settings"}. Several GPUs are one
-rank of a fake process group. Needs SHIM_SKIP=1: device memory is reserved address space, and large copies are
-skipped. Host memory that only the GPU or the host's optimizer would fill stays reserved, too.
+`ROWS` is a JSON list of rows of docs/gpu.md: {"model", "gpus", "gib", "tokens", "settings"}. Several
+GPUs are one rank of a fake process group. With offload="everything", gradients are added up on the
+host, which fills its memory; only rows with "whole" have a second microbatch then, and none has a
+step of the optimizer. Needs SHIM_SKIP=1: device memory is reserved address space, and large copies
+are skipped.
 """
 
 import ctypes
@@ -64,9 +66,15 @@ class NoSnapshots:  # the fake process group has no gloo
     def close(self) -> None: ...
 
 
+pinned_at: set[int] = set()
+"""Addresses of pinned tensors. The fake driver does not know which memory it has pinned."""
+
+
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Pin a tensor without filling its pages."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    made = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    pinned_at.add(made.data_ptr())
+    return made
 
 
 def measure(row: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def measure(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     engine = fsdp.FsdpEngine(config, context, config)
     # Two microbatches, of rows with distinct prompts and equal lengths.
     each = row["tokens"] // (PROMPT + RESPONSE)
-    number = each * (1 if streams else 2)
+    number = each * (1 if streams and not row.get("whole") else 2)
     batch = Batch.of(
         sample_id=list(range(number)),
         group_id=list(range(number)),
@@ -121,6 +129,7 @@ def main() -> None:
     fsdp.open_stored = lambda *_, **__: Zeros()
     fsdp.gradient_norm = lambda *_, **__: 0.5
     torch.Tensor.pin_memory = pinned  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.is_pinned = lambda tensor: tensor.data_ptr() in pinned_at  # pyright: ignore
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for row in json.loads(os.environ["ROWS"]):

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.pytorch_utils import Conv1D
 
 from ...dataflow.errors import WeftError
 from ..models.weight_files import weight_files
+from .adapter import Adapter
 from .agreement import Agreement
 from .causal_lm import build_causal_lm
 from .engine import Head, Recomputed
@@ -104,8 +104,7 @@ def pass_bytes(
             tokens that get a log-probability. A reward head reads all tokens; other models read all
             but the last.
         gradients_stay: whether gradients of earlier microbatches exist when the pass starts.
-        lora: the adapter to train. Adapted layers keep their inputs as in full training; the result
-            excludes the adapter's own small gradients.
+        lora: the adapter to train. The result excludes its own small gradients.
         gpu_bytes: memory of the target GPU, which determines the size of logit chunks; 0 for a CPU.
 
     Raises:
@@ -118,18 +117,18 @@ def pass_bytes(
     if files := weight_files(model, folder):
         # Run only for its checks, which reject files that do not belong to the model.
         StoredWeights(model, files, skeleton)
-    response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs").to(getattr(torch, dtype))
+    response = ResponseModel(skeleton.causal_lm, scalar=head != "logprobs")
+    response.requires_grad_(trains)
+    if trains and lora is not None:
+        with torch.device("meta"):  # without values
+            Adapter(skeleton.causal_lm, lora, torch.float32, 0)
+    response.to(getattr(torch, dtype))
     packs = may_pack(skeleton.causal_lm)
     attention = NAME if packs else "sdpa"
     # There are no weights to compare results with, so assume the fastest way.
     way = Agreement(packs, shares_prompts=False, attention=attention, head_form=HeadForm(), routers=())
     way.put_on(response)
     response.chunk_bytes = head_chunk_bytes(gpu_bytes)
-    response.requires_grad_(trains and lora is None)
-    if trains and lora is not None:
-        for name, layer in response.backbone.named_modules():
-            if isinstance(layer, nn.Linear | Conv1D) and lora.is_on(name):
-                layer.weight.requires_grad_(True)
     stays = gradients_stay and lora is None
     read = max(1, length - (head != "rewards"))
     packed = _EqualRows.of_lengths([read] * rows, "cuda" if gpu_bytes else "cpu")

@@ -119,6 +119,9 @@ class TrainingMemory:
     """During an update: offloaded moments on the device."""
     snapshot: int
     """On the host, from the first checkpoint on: the copy that a rank writes its files from."""
+    rounding: int = 0
+    """On the host of a rank with a GPU: rounding of small pinned blocks, and with offload="everything"
+    the gradients of one unit twice, while FSDP adds them up."""
 
     def exchanged_beside(self, activations: int) -> int:
         """Return the bytes that gradients in transit add to the peak of an update."""
@@ -191,7 +194,52 @@ def training_memory(
         outer_gradients=outer_gradients,
         visiting=min(2 * MOMENTS_BYTES, moments // ranks) if config.offload == "moments" else 0,
         snapshot=(FLOAT32 * trained + moments) // ranks if saves and trains else 0,
+        rounding=_rounding(
+            size, config, ranks, frozen=frozen, trained=shapes if trains else (), lora=lora
+        ),
     )
+
+
+def _rounding(
+    size: ModelSize,
+    config: ModelConfig,
+    ranks: int,
+    *,
+    frozen: int,
+    trained: Sequence[tuple[int, ...]],
+    lora: Lora | None,
+) -> int:
+    """Return the host memory that pinning adds to offloaded tensors. `frozen` is the width of the
+    model's parameters; `trained` are the shapes with gradients and moments."""
+
+    def parts(shapes: Iterable[tuple[int, ...]], width: int = FLOAT32) -> list[int]:
+        return [width * math.prod(shape) // ranks for shape in shapes]
+
+    if config.offload == "moments":
+        return 2 * sum(pinned_bytes(own) - own for own in parts(trained))
+    if config.offload != "everything":
+        return 0
+    gradients = parts(trained)
+    pinned = parts(size.shapes.values(), frozen) + (gradients if lora is not None else []) + gradients
+    outer = sum(own for own, shape in zip(gradients, trained, strict=True) if size.vocabulary in shape)
+    layer = (sum(gradients) - outer) // max(1, size.layers)
+    return sum(pinned_bytes(own) - own for own in pinned) + max(outer, layer)
+
+
+PINNED_MIB = 16
+"""[MiB] torch rounds smaller blocks of pinned host memory up to a power of two, and keeps freed
+ones (`allocator_settings`)."""
+
+
+def pinned_bytes(number: int) -> int:
+    """Return the size of torch's pinned block for a tensor.
+
+    >>> [pinned_bytes(mib << 20) >> 20 for mib in (3, 48)]
+    [4, 48]
+    """
+    if number > PINNED_MIB << 20:
+        return number
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
@@ -237,8 +285,15 @@ def _embeddings(size: ModelSize) -> int:
     return sum(math.prod(shape) for shape in size.shapes.values() if size.vocabulary in shape)
 
 
+def folder_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
+    """Return the size of the model's folder in a checkpoint, or of the adapter's."""
+    if lora is not None:
+        return FLOAT32 * number_in(size.adapter(lora))
+    return BYTES[config.dtype] * size.parameters
+
+
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
     """Return a checkpoint's size: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
-    folder = FLOAT32 if lora is not None else BYTES[config.dtype]
-    return number_in(shapes) * (FLOAT32 + folder) + _moments(shapes, config)
+    state = number_in(shapes) * FLOAT32 + _moments(shapes, config)
+    return state + folder_bytes(size, config, lora)

@@ -26,11 +26,21 @@ def without_activations(*_: Any) -> int:
 def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.MonkeyPatch):
     again: list[Any] = [False, "elementwise", True]
     monkeypatch.setattr(module, "_activations", lambda _, __, ___, which: (3 - again.index(which)) * GIB)
-    found = [expected(MODEL, Machine(1, 24, 4096), way) for way in WAYS]
+    found = [one for way in WAYS if (one := expected(MODEL, Machine(1, 24, 4096), way))]
     assert [one.device for one in found] == sorted((one.device for one in found), reverse=True)
     none, moments, everything = found[0], found[3], found[4]
     assert none.device == module.OWN_BYTES + 3 * GIB + PARAMETERS * (3 * 4 + 4 + 2)
-    assert moments.host - none.host == 8 * PARAMETERS and everything.host - none.host == 16 * PARAMETERS
+    # Weights and moments move to the host in any case; small pinned blocks are rounded.
+    assert 0 <= moments.host - none.host < 0.01 * none.host
+    assert 4 * PARAMETERS < everything.host - none.host < 7 * PARAMETERS
+
+
+def test_a_way_whose_weights_alone_are_too_large_needs_no_pass(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> int:
+        raise AssertionError("no pass is planned")
+
+    monkeypatch.setattr(module, "_activations", refuse)
+    assert expected(MODEL, Machine(1, 8, 4096), {}) is None
 
 
 def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights_are_gone():
@@ -56,7 +66,7 @@ def test_the_largest_gradients_of_one_rank_come_when_its_activations_and_weights
 
 def test_the_first_layout_that_fits_is_used_if_any(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_activations", without_activations)
-    roomy, tight = (first_that_fits(MODEL, Machine(1, gib, 4096), None) for gib in (24, 9))
+    roomy, tight = (first_that_fits(MODEL, Machine(1, gib, 4096), None) for gib in (24, 13))
     assert roomy is not None and roomy.settings == {}
     assert tight is not None and tight.settings["offload"] == "moments"
     assert first_that_fits(MODEL, Machine(1, 2, 4096), None) is None
@@ -85,3 +95,21 @@ def test_the_docs_match_the_commands_output(monkeypatch: pytest.MonkeyPatch):
         for line in table(machine):
             assert line in docs
     assert first_that_fits(MODEL, MACHINES[0], ADAPTER) is not None
+
+
+def test_offload_rounds_small_pinned_blocks_and_holds_the_largest_gradients_twice():
+    size = ModelSize(
+        {"embed": (48, 1 << 18), "layers.0.up": (3, 1 << 18)},  # 48 and 3 MiB in float32
+        vocabulary=48,
+        layers=1,
+    )
+
+    def rounding(**settings: Any) -> int:
+        config = ActorConfig(model="m", **settings)
+        made = training_memory(size, config, ranks=1, trains=True, lora=None, saves=False)
+        return made.rounding >> 20
+
+    assert rounding() == 0
+    assert rounding(offload="moments") == 2 * 1
+    # A parameter and its gradient take 4 MiB each; the embedding's gradient is there twice.
+    assert rounding(offload="everything") == 2 * 1 + 48

@@ -1,5 +1,6 @@
 """Sizes, bytes and seconds of a plan, computed by hand for toys."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from weft.controllers.node_layout import assumed_machine
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks import plan_memory
 from weft.controllers.prechecks.dry_run import planning
-from weft.controllers.prechecks.plan import Plan, plan_of
+from weft.controllers.prechecks.plan import Plan, gpu_memory_alerts, plan_of
 from weft.controllers.prechecks.plan_memory import GroupMemory, group_memory
 from weft.controllers.prechecks.plan_sizes import sample_bytes, step_sizes
 from weft.controllers.schedule import Asynchronous, Synchronous
@@ -126,23 +127,34 @@ def test_a_step_lists_rows_updates_memory_and_machine():
     )
 
 
-def test_groups_that_share_gpus_need_memory_for_the_largest_and_host_memory_for_others():
+def test_groups_that_share_gpus_need_memory_for_the_largest_and_what_others_leave_there():
     pool = ResourcePool("gpus", gpus=2)
     with assumed_machine(2, 80):
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
     rollout = GroupMemory(
-        "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}
+        "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}, idle=3
     )
     actor = GroupMemory(
-        "actor", 2, "gpus", True, 5, {"at rest": {"weights": 20}, "update": {"activations": 7}}
+        "actor",
+        2,
+        "gpus",
+        True,
+        5,
+        {"at rest": {"weights": 20}, "update": {"activations": 7}},
+        moves=20,
+        idle=2,
+        folder=9,
     )
     assert (plan.machine.gpus, plan.machine.gpu_bytes) == (2, 80)
     plan = replace(plan, groups=(rollout, actor), driver_bytes=100)
-    assert plan.device_bytes == {"gpus": 40} and plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20
+    assert plan.device_bytes == {"gpus": 40 + 2}
+    # The actor's copy stays in host memory; vLLM discards its weights. Rank 0 writes the folder.
+    assert plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20 + 9
     other = replace(actor, pool="others", group="actor")
-    assert replace(plan, groups=(rollout, other)).host_bytes == 100 + 2 * 5 + 2 * 5, (
-        "each has its own GPUs"
-    )
+    alone = replace(plan, groups=(rollout, other))
+    assert alone.host_bytes == 100 + 2 * 5 + 2 * 5 + 9, "each has its own GPUs"
+    keeps = replace(rollout, moves=10)
+    assert replace(plan, groups=(keeps, actor)).host_bytes == plan.host_bytes + 2 * 10
 
 
 def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_others(tmp_path: Path):
@@ -198,3 +210,68 @@ def test_the_longest_responses_of_a_graph_count_wherever_it_samples_them():
     for long, short in ((30, 5), (5, 30)):
         made = twice(prompts(4), rollout=rollout, long=long, short=short)
         assert step_sizes(made, 4).response_tokens == 30
+
+
+def test_a_plan_that_exceeds_the_gpu_names_the_first_setting_that_fits(tmp_path: Path):
+    write_model(tmp_path, layers=2, hidden=512, vocabulary=65_536)
+    rows = supervised_rows(16, prompt=1000, response=3000)
+    actor: Any = group(ActorWorker, model=str(tmp_path), dtype="bfloat16", microbatch_tokens=16384)
+    place = {"actor": Place(ResourcePool("gpus", gpus=1), ranks=1)}
+    made: dict[int, list[str]] = {}
+    for mib in (20 << 10, 3100, 1024):
+        with assumed_machine(1, mib << 20), planning() as seen, pytest.raises(Planned):
+            Driver(
+                supervised(rows, actor=actor),
+                schedule=Synchronous(steps=1, prompts_per_step=16),
+                placement=place,
+                backend=Simulated(CostModel(nodes={})),
+            )
+        assert seen.spec is not None
+        with assumed_machine(1, mib << 20):
+            made[mib] = gpu_memory_alerts(seen.spec)
+    assert made[20 << 10] == []
+    (said,) = made[3100]
+    assert said.startswith("worker group 'actor' needs about ")
+    assert "Set activation_checkpointing=" in said, said
+    (said,) = made[1024]
+    assert "use more GPUs" in said, said
+
+
+def supervised_rows(number: int, *, prompt: int, response: int) -> TableSource:
+    ragged = pa.list_(pa.int32())
+    columns = {"prompt_ids": [[1] * prompt] * number, "response_ids": [[1] * response] * number}
+    return TableSource("rows", pa.table({n: pa.array(each, ragged) for n, each in columns.items()}))
+
+
+def write_model(folder: Path, *, layers: int, hidden: int, vocabulary: int) -> None:
+    """Write the folder of a model whose weights file is a hole."""
+    settings: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    header, end = {}, 0
+    for name, parameter in model.named_parameters():
+        start, end = end, end + 4 * parameter.numel()
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(parameter.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
