@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

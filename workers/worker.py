@@ -108,6 +108,9 @@ class Context:
     """Index of this node among the group's nodes."""
     nodes: int = 1
     """Number of nodes of the group. Each node has the same number of ranks."""
+    deadline_s: float = 900.0
+    """[s] Longest silence of a rank that the driver accepts, while it starts or works. Ranks wait for
+    each other twice as long."""
     address: str = ""
     """Address of this node for ranks on other nodes; empty without other nodes."""
     devices: tuple[str, ...] = ()

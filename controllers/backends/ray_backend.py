@@ -200,7 +200,16 @@ class RayBackend(Backend, Cluster):
             alone=bool(self._cluster.folder),
         )
         self._starts[name, rank] += 1
-        context = Context(name, rank, place.ranks, run_dir=setup.run_dir, seed=setup.seed, watched=True)
+        deadline_s = max(setup.start_timeout_s, setup.call_timeout_s)
+        context = Context(
+            name,
+            rank,
+            place.ranks,
+            run_dir=setup.run_dir,
+            seed=setup.seed,
+            watched=True,
+            deadline_s=deadline_s,
+        )
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         pool = self._pools[place.pool.name]
         actor = start_rank(setup.handles[name], place, context, pool, sharing, files)

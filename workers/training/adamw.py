@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from .sharding import local_part, lying_as
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class _PlainMoments(torch.optim.AdamW):
+class Moments(torch.optim.AdamW):
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {
             name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in MOMENTS
@@ -35,11 +35,20 @@ class _PlainMoments(torch.optim.AdamW):
             state |= self.first_moments(parameter)
         return state
 
-    def follow(self, device: torch.device) -> None:
-        for state in self.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(device)
+    def held(self) -> dict[str, Tensor]:
+        """Return moments and step counts by name, except those that stay in host memory."""
+        return {
+            f"{number}.{key}": value
+            for number, state in enumerate(self.state.values())
+            for key, value in state.items()
+        }
+
+    def replace(self, held: Mapping[str, Tensor]) -> None:
+        """Replace the local parts of tensors that `held` returned."""
+        for number, state in enumerate(self.state.values()):
+            for key in state:
+                if (part := held.get(f"{number}.{key}")) is not None:
+                    state[key] = lying_as(state[key], part)
 
 
 # Offload: moments stay in host memory, and are on the device while AdamW updates their parameters.
@@ -48,7 +57,7 @@ class _PlainMoments(torch.optim.AdamW):
 # layer's computation. On one rank, torch 2.13 copies on the compute stream, so nothing overlaps.
 
 
-class _HostMoments(_PlainMoments):
+class _HostMoments(Moments):
     """AdamW with moments in host memory, pinned for a GPU. A step updates the parameters in parts.
     While it computes one part, it copies the next part's moments to the device and the previous
     part's back."""
@@ -80,8 +89,8 @@ class _HostMoments(_PlainMoments):
     def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         return {name: self._host_zeros(parameter) for name in MOMENTS}
 
-    def follow(self, device: torch.device) -> None:
-        """Do nothing: moments stay in host memory."""
+    def held(self) -> dict[str, Tensor]:
+        return {}
 
     def _host_zeros(self, parameter: Tensor) -> Tensor:
         zeros = torch.zeros_like(
@@ -162,7 +171,7 @@ _SHAPES = 256
 """Limit on recompilations of the update, one for each size of a parameter's last piece."""
 
 
-class _EightBitMoments(_PlainMoments):
+class _EightBitMoments(Moments):
     """AdamW with moments in 8 bits. Raises UserError if torchao is not installed."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], device: torch.device, **settings: Any) -> None:
@@ -281,7 +290,7 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
 
 def make_optimizer(
     model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
-) -> _PlainMoments:
+) -> Moments:
     """Create the optimizer of all parameters that require a gradient. Weight decay applies only to
     matrices. Raises UserError if moments="8bit" and torchao is not installed."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
@@ -299,4 +308,4 @@ def make_optimizer(
         return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":
         return _EightBitMoments(kinds, device, **settings)
-    return _PlainMoments(kinds, **settings)
+    return Moments(kinds, **settings)

@@ -8,17 +8,20 @@ part.
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...dataflow.errors import UserError
@@ -81,14 +84,18 @@ def scalar_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-_PRODUCTS = [
-    getattr(torch.ops.aten, name).default
-    for name in (
+with suppress(ImportError):  # early torch releases lack it
+    import torch.nn.attention.varlen  # defines its operation
+
+_PRODUCTS = frozenset(
+    getattr(library, name).default
+    for library, name in itertools.product((torch.ops.aten, torch.ops.torch_attn), (
         "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(torch.ops.aten, name)
-]  # fmt: skip
+        "_varlen_attn",
+    ))
+    if hasattr(library, name)
+)  # fmt: skip
 """The operations that take most of a layer's time."""
 
 
@@ -240,7 +247,8 @@ def _switch_off_dropout(settings: Any) -> None:
 def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     if which == "elementwise":
-        settings["context_fn"] = _keep_products
+        # A weak reference, because the model keeps the function.
+        settings["context_fn"] = partial(_keep_products, weakref.ref(causal_lm))
     try:
         causal_lm.gradient_checkpointing_enable(settings)
     except ValueError as error:
@@ -255,8 +263,17 @@ def _checkpoint_activations(causal_lm: Any, which: Recomputed) -> None:
         module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
-def _keep_products() -> Any:
+def _keep_products(model: weakref.ref[Any]) -> Any:
     """Return a checkpointing context that keeps the results of matrix products and attention, and
     recomputes the rest. Megatron (arXiv:2205.05198) instead recomputes attention, which is cheap
-    there."""
-    return create_selective_checkpoint_contexts(_PRODUCTS)
+    there. An adapter's products are cheap, and as large as their layer's, so recompute them."""
+    ranks = {adapter.r for adapter in getattr(model(), "peft_config", {}).values()}
+
+    def policy(_: Any, operation: Any, *given: Any, **__: Any) -> CheckpointPolicy:
+        keeps = operation in _PRODUCTS
+        if keeps and ranks and operation is torch.ops.aten.mm.default:
+            left, right = given
+            keeps = ranks.isdisjoint((left.shape[1], right.shape[1]))
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

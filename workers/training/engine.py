@@ -103,12 +103,14 @@ class ModelConfig(Config):
     """Class or function that creates the training engine of each rank; None selects `FsdpEngine`.
     Weft calls it with the same arguments. Set it to train with another library
     ([your own](your_own.md#an-engine))."""
-    gather: Literal["auto", "once", "layerwise"] = "auto"
+    gather: Literal["auto", "once", "layerwise", "node"] = "auto"
     """When ranks gather sharded parameters. "once" gathers them once per step: the fastest way, but
     each rank then holds the whole model and its gradient. "layerwise" gathers each layer in every
-    microbatch. "auto" selects "once" below 2 GiB of parameters. Choose "layerwise" if memory is
-    short, "once" if it is plentiful."""
-
+    microbatch. "node" does so within each node, which holds a copy of all state, and adds up gradients
+    over nodes once per step (hybrid sharding). "auto" selects "once" below 2 GiB of parameters,
+    otherwise "node" on several nodes with GPUs if a copy takes up to a quarter of a node's GPU memory.
+    Choose "layerwise" if memory is short, "once" if it is plentiful, "node" if the network between
+    nodes is slow."""
     offload: Literal["nothing", "moments", "everything"] = "nothing"
     """State to keep in host memory while it is not in use. "moments" offloads the optimizer's
     moments; each step copies them to the device in parts. "everything" also offloads gradients and

@@ -39,15 +39,25 @@ from .adamw import in_8_bits, make_optimizer
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
+from .device_memory import HostCopies, in_phase, memory_errors
 from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
-from .memory import CPU_TOKENS, GPU_TOKENS
+from .memory import CPU_TOKENS, GPU_TOKENS, gathers_in_node
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
 from .packed_attention import VARLEN
 from .response_model import ResponseModel
 from .routers import Balance, Routers
 from .sharded_model import ShardedModel, keep_in
-from .sharding import check_alike, gradient_norm, join_mesh, local_part, mesh_of_one
+from .sharding import (
+    NODES,
+    check_alike,
+    gradient_norm,
+    group_timeout,
+    join_mesh,
+    local_part,
+    mesh_of_one,
+    split_by_node,
+)
 from .snapshot import Snapshot, SnapshotWriter, set_random_states
 from .stored_weights import open_stored
 
@@ -103,10 +113,11 @@ class FsdpEngine:
         )
         self._row_cost = row_cost_of(config.model)
         self.head: Head = head
-        self._sharded, self._images, self.bytes_read = _load_model(
-            config, context, training, head, self.mesh, self.device
-        )
-        self.model = self._sharded.model
+        with memory_errors("the start of the engine", config, training):
+            self._sharded, self._images, self.bytes_read = _load_model(
+                config, context, training, head, self.mesh, self.device
+            )
+        self.mesh, self.model = self._sharded.mesh, self._sharded.model
         self.vocabulary = self.model.causal_lm.get_input_embeddings().weight.shape[0]
         router_loss = None if training is None else training.router_loss
         if router_loss is not None and not (self.model.routers and self.model.routers.have_logits):
@@ -115,6 +126,7 @@ class FsdpEngine:
                 "whose logits transformers declares; leave it out"
             )
         self._disk = disk or Disk()
+        self._copies = HostCopies(self.device)
         self.optimizer = self._snapshots = None
         if training is not None:
             self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
@@ -140,6 +152,7 @@ class FsdpEngine:
         (values,), cu_seqlens = self._of_tokens(batch, "values")
         return values, cu_seqlens
 
+    @in_phase("a forward pass", runs_model=True)
     def _of_tokens(
         self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -163,6 +176,7 @@ class FsdpEngine:
         self._sharded.reshard()
         return out, cu_seqlens
 
+    @in_phase("a forward pass", runs_model=True)
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
         rows = self._rows(batch, _columns_of(loss, batch))
         # Each loss value belongs to a group or to a row.
@@ -239,6 +253,7 @@ class FsdpEngine:
 
     # Optimizer steps
 
+    @in_phase("a forward and backward pass", runs_model=True)
     def accumulate(self, batch: Batch, loss: Loss, *, last: bool) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(
@@ -311,6 +326,7 @@ class FsdpEngine:
             loads = tally.loads.sum(0)
         return Balance.of_step(coefficient, loads, chosen=routers.chosen, weight=weight)
 
+    @in_phase("the optimizer step")
     def apply(self) -> OptimizerStep:
         step = self._apply() if self._count > 0 else OptimizerStep({}, applied=False)
         self._count = self._loss_total = 0.0
@@ -365,6 +381,7 @@ class FsdpEngine:
         return self._sharded.published_parts()
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
+        self._copies.forget_frozen()
         return self._sharded.receive_weights(incoming)
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
@@ -396,8 +413,10 @@ class FsdpEngine:
                 "gradients of an unfinished step have been accumulated; take snapshots between two steps"
             )
         start, state = time.perf_counter(), self.state()
-        if self.mesh is not None and self.config.tensor_parallel > 1:
-            check_alike(state, self.mesh["tp"])
+        if self.mesh is not None:
+            for dimension in self.mesh.mesh_dim_names or ():
+                if dimension in (NODES, "tp") and self.mesh[dimension].size() > 1:
+                    check_alike(state, self.mesh[dimension])
         self._snapshots.snapshot(folder, state, {"steps": self.steps, "notes": dict(notes or {})})
         return time.perf_counter() - start
 
@@ -448,6 +467,7 @@ class FsdpEngine:
 
     # Device memory
 
+    @in_phase("the return of the model to the GPU")
     def onload(self) -> None:
         self._move(self.device)
 
@@ -457,9 +477,8 @@ class FsdpEngine:
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or self.config.offload == "everything":
             return
-        self.model.to(device)
-        if self.optimizer is not None:
-            self.optimizer.follow(device)
+        self._sharded.reshard()
+        self._copies.move(self.model, self.optimizer, device)
         torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -467,6 +486,7 @@ class FsdpEngine:
             if self._snapshots is not None:
                 self._snapshots.close()
         finally:
+            self._copies.close()
             if self.mesh is not None and dist.is_initialized():
                 self._close_mesh()
 
@@ -506,6 +526,8 @@ def _load_model(
         adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, config.dtype), context.seed)
         made |= adapter.made
         adapter.made.clear()
+    if mesh is not None and _gathers_in_node(config, context, response, device):
+        mesh = split_by_node(mesh, context)
     sharded = ShardedModel(config, response, mesh, device, adapter)
     sharded.fill(weights, made)
     bytes_read = weights.bytes_read
@@ -516,10 +538,27 @@ def _load_model(
     agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None, images=images)
     sharded.check_head(agreement.head_form)
     agreement.put_on(response)
-    sharded.share_tokens()
+    sharded.share_tokens(group_timeout(context))
     if config.compile:
         compile_layers(response, device)
     return sharded, images, bytes_read
+
+
+def _gathers_in_node(
+    config: ModelConfig, context: Context, model: ResponseModel, device: torch.device
+) -> bool:
+    ranks, nodes = context.world_size, context.nodes
+    if config.gather == "node" and (ranks // nodes) % config.replica_ranks:
+        raise UserError(
+            f'gather="node": a replica of {context.name!r} has {config.replica_ranks} ranks, and a node '
+            f'has {ranks // nodes}; set gather="layerwise"'
+        )
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return gathers_in_node(
+        config, frozen=frozen, trained=trained, ranks=ranks, nodes=nodes, gpu_bytes=memory
+    )
 
 
 # Compiled layers (`torch.compile`). FSDP's gathering and activation checkpointing stay outside the

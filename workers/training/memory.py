@@ -17,7 +17,7 @@ from pathlib import Path
 from ...resharding.formulas import PipelineStages
 from ..models.model_folder import SCALAR_HEAD, find_model_config, read_model_config, text_settings
 from ..models.weight_files import stored_tensors
-from .engine import ModelConfig
+from .engine import ModelConfig, TrainingConfig
 from .lora import Lora
 from .optimizer import OptimizerConfig
 
@@ -40,6 +40,9 @@ LAYERS_AT_ONCE = 4
 """Layerwise gathering holds this number of layers: two, each with an exchange buffer."""
 GATHER_ONCE_BYTES = 2 << 30
 """With gather="auto", ranks gather all parameters once a step if they take fewer bytes."""
+NODE_SHARE = 1 / 4
+"""With gather="auto", each node holds a copy of the state if it takes at most this share of its
+GPUs."""
 CPU_TOKENS, GPU_TOKENS = 1280, 16384
 """Defaults of `ModelConfig.microbatch_tokens`."""
 
@@ -242,6 +245,29 @@ def pinned_bytes(number: int) -> int:
     return 1 << (number - 1).bit_length() if number else 0
 
 
+def settings_that_save_memory(
+    config: ModelConfig, training: TrainingConfig | None, *, tokens: int
+) -> list[str]:
+    """Return settings that lower the peak of device memory, the fastest first. `tokens` is the size of
+    a microbatch, or 0 if the peak is not in a pass.
+
+    >>> settings_that_save_memory(ModelConfig(model="m"), None, tokens=16384)
+    ['microbatch_tokens=8192 (now 16384)', 'offload="everything"', 'more ranks']
+    """
+    found = [f"microbatch_tokens={tokens // 2} (now {tokens})"] if tokens > 1 else []
+    if training is not None and tokens:
+        again = training.activation_checkpointing
+        found += ['activation_checkpointing="elementwise"'] * (again is False)
+        found += ["activation_checkpointing=True"] * (again in (False, "elementwise") or again > 1)
+    if config.offload != "everything":
+        found.append('offload="everything"')
+    if training is not None and training.lora is None:
+        if config.offload == "nothing" and training.moments != "8bit":
+            found.insert(-1, 'offload="moments"')
+        found.append("lora=weft.Lora()")
+    return [*found, "more ranks"]
+
+
 def moment_block(shape: tuple[int, ...], own: int) -> int | None:
     """Return the block size of a tensor's 8-bit moments, or None if they stay float32. `own` is the
     length of a row on this rank.
@@ -279,6 +305,26 @@ def gathers_once(config: ModelConfig, parameters: int) -> bool:
     return config.gather == "once" or (
         config.gather == "auto" and FLOAT32 * parameters < GATHER_ONCE_BYTES
     )
+
+
+def gathers_in_node(
+    config: ModelConfig, *, frozen: int, trained: int, ranks: int, nodes: int, gpu_bytes: int
+) -> bool:
+    """Return whether each node holds a copy of the model, sharded over the node's ranks.
+
+    Args:
+        frozen: bytes of frozen parameters.
+        trained: number of trained parameters.
+        ranks, nodes: of the group.
+        gpu_bytes: memory of a GPU; 0 for a CPU.
+    """
+    if nodes == 1 or (ranks // nodes) % config.replica_ranks or config.gather != "auto":
+        return nodes > 1 and config.gather == "node"
+    if gathers_once(config, trained + frozen // BYTES[config.dtype]) or config.offload == "everything":
+        return False
+    moments = 0 if config.offload == "moments" else 2 * FLOAT32
+    state = frozen + trained * (2 * FLOAT32 + moments)
+    return state * nodes // ranks <= NODE_SHARE * gpu_bytes
 
 
 def _embeddings(size: ModelSize) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -256,14 +257,14 @@ class Stretches:
         return _Gather.apply(of_tokens, self, counts)
 
 
-def join_stretches(ranks: int) -> Stretches:
+def join_stretches(ranks: int, timeout: timedelta) -> Stretches:
     """Create process groups of `ranks` adjacent ranks each, and return this rank's. All ranks must
     call this function."""
     mine = None
     for first in range(0, dist.get_world_size(), ranks):
         members = list(range(first, first + ranks))
         # torch requires every rank to create every group, including other ranks' groups.
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=timeout)
         if dist.get_rank() in members:
             mine = Stretches(group)
     assert mine is not None

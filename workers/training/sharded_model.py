@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,14 @@ from .packed_sequences import join_stretches
 from .response_model import ResponseModel, follows_length
 from .safetensors_files import write_model
 from .sharding import (
+    NODES,
     CheckpointNames,
     box_of,
     full_tensor,
+    is_split_by_node,
     local_part,
     lying_as,
+    share_of_node,
     use_direct_collectives,
     writes,
 )
@@ -128,6 +132,10 @@ class ShardedModel:
         """Whether parameters are in host memory except while their layer runs."""
         return self.config.offload == "everything" and self.mesh is not None
 
+    @property
+    def _by_node(self) -> bool:
+        return self.mesh is not None and is_split_by_node(self.mesh)
+
     def _distribute(self) -> bool:
         mesh = self.mesh
         if mesh is None:
@@ -144,7 +152,8 @@ class ShardedModel:
             # Do not cast inputs: the model rounds where it needs to, and temperatures stay exact.
             gradients = getattr(torch, self.config.gradients)
             precision = MixedPrecisionPolicy(torch.bfloat16, gradients, cast_forward_inputs=False)
-        shard = partial(fully_shard, mesh=mesh["dp"], offload_policy=offload)
+        over = mesh[NODES, "shards"] if self._by_node else mesh["dp"]
+        shard = partial(fully_shard, mesh=over, offload_policy=offload)
         if self.config.dtype == "bfloat16" and self.model.scalar_head is not None:
             # No mixed precision here: half precision is too coarse for values.
             shard(self.model.scalar_head, reshard_after_forward=False)
@@ -172,7 +181,7 @@ class ShardedModel:
         else:
             parallelize_module(head, mesh["tp"], ColwiseParallel())
 
-    def share_tokens(self) -> None:
+    def share_tokens(self, timeout: timedelta) -> None:
         """Let the ranks of a replica share the tokens of microbatches, if `sequence_parallel` is
         set. Raises UserError if the model cannot pack rows, or if its rope depends on a row's
         length, because no rank has a whole row."""
@@ -186,7 +195,7 @@ class ShardedModel:
                 f"of model {str(self.config.model)!r}: {why or 'its rows cannot be packed'}"
             )
         model.shares_prompts = False
-        model.stretches = join_stretches(self.config.sequence_parallel)
+        model.stretches = join_stretches(self.config.sequence_parallel, timeout)
 
     def check_head(self, form: HeadForm | None) -> None:
         """Check that ranks can compute a split head in parts. Raises UserError if a split head does
@@ -272,10 +281,14 @@ class ShardedModel:
 
     def sync_gradients(self, last: bool) -> None:
         """Let the next backward pass reduce gradients only if it is the `last`. With layerwise
-        gathering, every pass reduces them."""
-        if isinstance(self.model, FSDPModule) and self.gathers_once:
+        gathering, every pass reduces them, but only the last between nodes."""
+        if not isinstance(self.model, FSDPModule):
+            return
+        if self.gathers_once:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
+        elif self._by_node:
+            self.model.set_requires_all_reduce(last)
 
     def complete_gradients(self) -> None:
         """Sum the gradients of replicated parameters that each tensor-parallel rank computes in
@@ -346,9 +359,7 @@ class ShardedModel:
         self.reshard()
         rank = dist.get_rank() if self.mesh is not None else 0
         for name, tensor in self.own_tensors().items():
-            local = local_part(tensor.detach())
-            box = box_of(tensor) if local.numel() else Box.full(tuple(local.shape))
-            yield TensorPart(name, tuple(tensor.shape), box, local), writes(tensor, rank)
+            yield _part(name, tensor), writes(tensor, rank)
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
@@ -365,13 +376,24 @@ class ShardedModel:
         if self.adapter is not None and not self.adapter.travels_alone:
             parts = self._merged_parts()
         else:
-            given = (part for part, first in self.held_parts() if first and part.box.numel)
+            given = self._published_shares()
             parts = (p._replace(dtype=dtype if p.tensor.is_floating_point() else None) for p in given)
         for part in parts:
             if self.adapter is None or not self.adapter.travels_alone:
                 yield from (stored for stored in self.checkpoint_names.parts(part) if stored.box.numel)
             elif is_adapter(part.name):
                 yield part._replace(name=peft_name(part.name))
+
+    def _published_shares(self) -> Iterator[TensorPart]:
+        """Yield this rank's parts, without those that another rank publishes. Nodes with equal parts
+        publish equal shares of them."""
+        self.reshard()
+        rank = dist.get_rank() if self.mesh is not None else 0
+        for name, tensor in self.own_tensors().items():
+            if writes(tensor, rank, of_node=True):
+                share = share_of_node(tensor, _part(name, tensor))
+                if share.box.numel:
+                    yield share
 
     def _merged_parts(self) -> Iterator[TensorPart]:
         """Yield merged weights, an equal share of rows on each rank. Merging gathers each
@@ -419,6 +441,12 @@ class ShardedModel:
         settings = scalar_settings(read_model_config(self.config.model)) if self.model.scalar else {}
         changed: Mapping[str, object] = {**settings, "dtype": self.config.dtype}
         write_model(folder, self.model.causal_lm, tensors, source, changed, disk)
+
+
+def _part(name: str, tensor: Tensor) -> TensorPart:
+    local = local_part(tensor.detach())
+    box = box_of(tensor) if local.numel() else Box.full(tuple(local.shape))
+    return TensorPart(name, tuple(tensor.shape), box, local)
 
 
 def _whole(tensor: Tensor, part: Tensor) -> Tensor:

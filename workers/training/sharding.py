@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +28,8 @@ from ..worker import Context
 from .engine import ModelConfig
 
 _MESH_NAMES = ("dp", "tp")
+NODES = "nodes"
+_HOLDERS = {"tp": "tensor-parallel rank", NODES: "node"}
 
 
 def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> DeviceMesh | None:
@@ -48,9 +52,57 @@ def join_mesh(context: Context, config: ModelConfig, device: torch.device) -> De
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # accept connections from this machine only
     store = context.rendezvous.join(context.name, context.rank, context.world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
+    timeout = group_timeout(context)
+    dist.init_process_group(
+        backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout
+    )
     shape = (context.world_size // config.tensor_parallel, config.tensor_parallel)
-    return init_device_mesh(device.type, shape, mesh_dim_names=_MESH_NAMES)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_NAMES)
+    _set_timeouts(mesh, timeout)
+    return mesh
+
+
+def group_timeout(context: Context) -> timedelta:
+    """Return the timeout of a group's collectives: longer than the driver's deadline, whose error names
+    the rank that the others wait for. NCCL's own timeout of 10 minutes would end ranks that wait while
+    rank 0 writes a large model."""
+    return min(timedelta(days=7), timedelta(seconds=2 * min(context.deadline_s, 1e6)))
+
+
+def _set_timeouts(mesh: DeviceMesh, timeout: timedelta) -> None:
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
+
+
+# Hybrid sharding (HSDP): each node holds a copy of the model, sharded over the node's ranks. Ranks
+# gather parameters and scatter gradients within their node; the nodes add up gradients once a step.
+
+
+def split_by_node(mesh: DeviceMesh, context: Context) -> DeviceMesh:
+    """Return a (nodes, shards, tp) mesh of the ranks of a (dp, tp) mesh. Its flattened dimension "dp"
+    has all replicas. All ranks must call this function."""
+    tensor_parallel = mesh["tp"].size()
+    shape = (context.nodes, mesh["dp"].size() // context.nodes, tensor_parallel)
+    split = init_device_mesh(mesh.device_type, shape, mesh_dim_names=(NODES, "shards", "tp"))
+    timeout = group_timeout(context)
+    _set_timeouts(split, timeout)
+    _set_timeouts(split[NODES, "shards"]._flatten("dp"), timeout)
+    return split
+
+
+def is_split_by_node(mesh: DeviceMesh) -> bool:
+    return NODES in (mesh.mesh_dim_names or ())
+
+
+def share_of_node(tensor: Tensor, part: TensorPart) -> TensorPart:
+    """Return the rows of a rank's part that its node publishes, if every node holds an equal part."""
+    if not isinstance(tensor, DTensor) or not is_split_by_node(tensor.device_mesh) or not part.box.shape:
+        return part
+    node, nodes = tensor.device_mesh[NODES].get_local_rank(), tensor.device_mesh[NODES].size()
+    rows, first = part.box.shape[0], part.box.starts[0]
+    start, stop = rows * node // nodes, rows * (node + 1) // nodes
+    box = Box((first + start, *part.box.starts[1:]), (first + stop, *part.box.stops[1:]))
+    return part._replace(box=box, tensor=part.tensor[start:stop])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -60,8 +112,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # Gather over replicas first, as FSDP does; torch warns about the other order.
-    if tensor.device_mesh.ndim > 1:
-        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    *replicas, last = tensor.placements
+    tensor = tensor.redistribute(placements=[*(Replicate() for _ in replicas), last])
     return tensor.full_tensor()
 
 
@@ -83,14 +135,17 @@ def box_of(tensor: Tensor) -> Box:
     return Box(starts, tuple(map(operator.add, starts, shape)))
 
 
-def writes(tensor: Tensor, rank: int) -> bool:
+def writes(tensor: Tensor, rank: int, *, of_node: bool = False) -> bool:
     """Return whether a rank writes its part: only if the part is not empty and the rank is the
-    first with an equal copy."""
+    first with an equal copy, or the first `of_node`."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
-    place = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
-    first = 0 in mesh.mesh and all(not placement.is_replicate() or at == 0 for at, placement in place)
+    place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+    first = 0 in mesh.mesh and all(
+        not placement.is_replicate() or at == 0 or (of_node and name == NODES)
+        for name, at, placement in place
+    )
     return first and tensor.to_local().numel() > 0
 
 
@@ -116,9 +171,10 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
-# Replicated tensors: layer norms, embeddings and head if their rows do not divide evenly, and the
-# optimizer moments of these. Ranks never exchange them; they stay equal because each rank computes
-# the same updates. A divergence would not show in any loss, so each checkpoint compares the copies.
+# Replicated tensors: over tensor-parallel ranks, layer norms, and embeddings and head if their rows
+# do not divide evenly; over nodes, all tensors; and the optimizer moments of these. Ranks never
+# exchange them; they stay equal because each rank computes the same updates. A divergence would not
+# show in any loss, so each checkpoint compares the copies.
 
 
 _ROUNDING = 1e-3
@@ -179,13 +235,14 @@ def _align(name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
     if theirs.numel():
         allowed = _ROUNDING * float(theirs.abs().max())
         off = float((tensor.double() - theirs.double()).abs().nan_to_num(torch.inf).max())
+    along = (mesh.mesh_dim_names or ("",))[0]
     far = torch.zeros(mesh.size(), dtype=torch.float64, device=tensor.device)
     far[mesh.get_local_rank()] = off if off > allowed else 0.0
     dist.all_reduce(far, group=group)
     for rank, difference in enumerate(far.tolist()):
         if difference:
             raise RunError(
-                f"tensor-parallel rank {rank} holds another {name!r} than rank 0 (off by "
+                f"{_HOLDERS[along]} {rank} holds another {name!r} than {_HOLDERS[along]} 0 (off by "
                 f"{difference:.2g}), and all must hold the same: the run cannot continue "
                 "with it; start again from an earlier checkpoint"
             )

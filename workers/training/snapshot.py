@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from ...dataflow.runs.files import Disk
 from ...dataflow.safe_files import read_json
 from ...resharding.weights import Box
 from ..worker import Context
+from .device_memory import PinnedBlock
 from .safetensors_files import SHARDING, map_tensors, write_file, write_tensors
 from .sharding import box_of, local_part, writes
 
@@ -60,6 +59,7 @@ class SnapshotWriter:
         self._group = (
             dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT) if context.world_size > 1 else None
         )
+        self._block: PinnedBlock | None = None
         self._copies: dict[str, Tensor] = {}
         self._sharding: dict[str, dict[str, list[int]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -104,34 +104,20 @@ class SnapshotWriter:
             self.written(wait=True)
         finally:
             self._thread.shutdown()
-            if self._copies and self._device.type == "cuda":
-                cudart: Any = torch.cuda.cudart()
-                cudart.cudaHostUnregister(next(iter(self._copies.values())).untyped_storage().data_ptr())
-            self._copies = {}
+            if self._block is not None:
+                self._block.close()
+            self._block, self._copies = None, {}
 
     def _lay_out(self, state: Mapping[str, Tensor]) -> None:
-        """Allocate all copies in one block. The system commits its pages during the first copy."""
+        """Allocate all copies in one block."""
         self._sharding = {
             name: {"saved_offsets": list(box_of(tensor).starts)}
             for name, tensor in state.items()
             if writes(tensor, self._context.rank)
         }
         parts = {name: local_part(state[name]) for name in self._sharding}
-        # Views of other dtypes must start at aligned addresses.
-        starts = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts.values()]).tolist()
-        memory = mmap.mmap(-1, max(1, starts[-1]))
-        # Use huge pages if the kernel has them: it creates them several times faster.
-        with suppress(AttributeError, OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        everything = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda":  # torch rounds pinned memory up to a power of two
-            cudart: Any = torch.cuda.cudart()
-            registered = cudart.cudaHostRegister(everything.data_ptr(), everything.nbytes, 0)
-            torch.cuda.check_error(int(registered))
-        for start, (name, part) in zip(starts, parts.items(), strict=False):
-            self._copies[name] = (
-                everything[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            )
+        self._block = PinnedBlock(parts, self._device)
+        self._copies = self._block.copies
 
     def _write(self, folder: Path, notes: Mapping[str, Any]) -> None:
         self._together(folder, lambda: self._write_own(folder, notes))

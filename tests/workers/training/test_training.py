@@ -12,9 +12,11 @@ import spmd
 import torch
 from ranks import run_processes
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import make_groups
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from weft import Lora
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -85,6 +87,34 @@ def test_activation_checkpointing_changes_no_gradient(tiny_model: Path, rows: Ba
     plain, _ = spmd.one_step(actor(tiny_model), rows)
     again, _ = spmd.one_step(actor(tiny_model, activation_checkpointing=which), rows)
     assert difference(again, plain) < 1e-6
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products of an adapter of this rank, and all others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.number = rank, {True: 0, False: 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.number[self.rank in (*args[0].shape, *args[1].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_elementwise_checkpointing_recomputes_the_products_of_an_adapter_only(
+    tiny_model: Path, rows: Batch
+):
+    def run(which: Any) -> tuple[dict[str, torch.Tensor], dict[bool, int]]:
+        worker = actor(tiny_model, activation_checkpointing=which, lora=Lora(rank=5))
+        with Products(5) as products:
+            return spmd.one_step(worker, rows)[0], products.number
+
+    (plain, once), (again, counted) = run(False), run("elementwise")
+    assert difference(again, plain) < 1e-6
+    # With checkpointing, `transformers` also computes the gradient of the first layer's input.
+    assert counted[False] == once[False] + len(("q_proj", "k_proj", "v_proj"))
+    assert counted[True] > once[True] > 0
 
 
 @pytest.mark.parametrize("which", [-1, "products"])
