@@ -34,10 +34,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parent / each) for each in ("gpu", "steps", "")]
-from gpu_model import MODELS, NAMES
-from grpo_step import PARTS
+from gpu_model import MODELS, NAMES  # pyright: ignore[reportMissingImports]
+from grpo_step import PARTS  # pyright: ignore[reportMissingImports]
 from machine import PEERS, describe_machine, has_peers
-from published import STEPS, TRAINERS, WEIGHTS, Published
+from published import STEPS, TRAINERS, WEIGHTS, Published  # pyright: ignore[reportMissingImports]
 from records import shares
 from turns import Steps, ratio, seconds_of
 from workloads import Workload

@@ -168,7 +168,7 @@ _LARGEST = (1, 0.75)
 more prompts."""
 _CHOSEN = 8
 """Try all subsets of this many rows."""
-_SUBSETS = (np.arange(1 << _CHOSEN)[:, None] >> np.arange(_CHOSEN)) & 1
+_SUBSETS = [((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(float) for n in range(_CHOSEN + 1)]
 
 
 def _split_by_prompt(
@@ -258,66 +258,78 @@ class _Pieces:
         return _joined(self._rows, parts)
 
     def level(self) -> None:
-        for _ in range(4 * len(self._load)):
-            if self.is_level:
+        load = self._load
+        for _ in range(4 * len(load)):
+            busiest, idlest, mean = int(load.argmax()), int(load.argmin()), float(load.mean())
+            highest = float(load[busiest])
+            if highest <= (1 + _GOOD) * mean:
                 return
-            mean, highest = float(self._load.mean()), self.highest
-            load, change = self._best_exchange()
-            if load - mean > (highest - mean) / 2:
-                lower, divide = self._best_division()
-                if lower < load:
-                    load, change = lower, divide
-            if load >= highest * (1 - 1e-9):
+            lower, change = self._best_exchange(busiest, idlest)
+            if lower - mean > (highest - mean) / 2:
+                divided, divide = self._best_division(busiest, idlest, mean)
+                if divided < lower:
+                    lower, change = divided, divide
+            if lower >= highest * (1 - 1e-9):
                 return
             change()
 
-    def _best_exchange(self) -> tuple[float, Callable[[], None]]:
+    def _best_exchange(self, busiest: int, idlest: int) -> tuple[float, Callable[[], None]]:
         """Find the best exchange of a piece of the busiest replica for a piece of another replica, or
         for nothing. Return the higher load of the two replicas afterwards, and the exchange."""
-        load, costs = self._load, self._costs
-        busiest, idlest = int(load.argmax()), int(load.argmin())
-        mine = np.flatnonzero(self._home == busiest)
-        # The last column exchanges a piece for none.
-        given = costs[mine, None] - np.append(costs, 0.0)
-        others = np.append(load[self._home], load[idlest])
-        highest = np.maximum(load[busiest] - given, others + given)
+        load, costs, home = self._load, self._costs, self._home
+        mine = np.flatnonzero(home == busiest)
+        own = costs[mine]
+        given = own[:, None] - costs
+        highest = np.maximum(load[busiest] - given, load[home] + given)
         highest[:, mine] = math.inf
-        mine_at, theirs = divmod(int(highest.argmin()), highest.shape[1])
+        mine_at, theirs = divmod(int(highest.argmin()), len(costs))
+        best, moved = float(highest[mine_at, theirs]), float(given[mine_at, theirs])
+        alone = np.maximum(load[busiest] - own, load[idlest] + own)
+        given_away = int(alone.argmin())
+        if alone[given_away] < best:
+            best, moved = float(alone[given_away]), float(own[given_away])
+            mine_at, theirs = given_away, -1
 
         def exchange() -> None:
-            piece = int(mine[mine_at])
-            other = idlest if theirs == len(costs) else int(self._home[theirs])
-            if theirs < len(costs):
-                self._home[theirs] = busiest
-            self._home[piece] = other
-            load[busiest] -= given[mine_at, theirs]
-            load[other] += given[mine_at, theirs]
+            other = idlest if theirs < 0 else int(home[theirs])
+            if theirs >= 0:
+                home[theirs] = busiest
+            home[mine[mine_at]] = other
+            load[busiest] -= moved
+            load[other] += moved
 
-        return float(highest[mine_at, theirs]), exchange
+        return best, exchange
 
-    def _best_division(self) -> tuple[float, Callable[[], None]]:
+    def _best_division(self, busiest: int, idlest: int, mean: float) -> tuple[float, Callable[[], None]]:
         """Like `_best_exchange`, but move some rows of a piece to the idlest replica."""
         own, load = self._own, self._load
-        busiest, idlest = int(load.argmax()), int(load.argmin())
+        high, low = float(load[busiest]), float(load[idlest])
         best, which, taken = math.inf, -1, np.zeros(0, bool)
         for piece in np.flatnonzero(self._home == busiest).tolist():
-            costs, prompt = own[self._rows[piece]], self._prompts[piece]
-            few = min(len(costs), _CHOSEN)
-            wanted = min(load[busiest] - load.mean(), load.mean() - load[idlest] - prompt)
+            rows, prompt = self._rows[piece], self._prompts[piece]
+            if len(rows) < 2 or low + prompt >= high:
+                continue
+            costs = own[rows]
+            number, few = len(rows) - _CHOSEN, min(len(rows), _CHOSEN)
             # Take long rows while they fit, and then the best subset of the shortest ones.
-            long = np.zeros(len(costs), bool)
-            for row in range(len(costs) - few):
-                long[row] = costs[row] <= wanted
-                wanted -= costs[row] * long[row]
-            moved = costs[long].sum() + _SUBSETS[: 1 << few, :few] @ costs[len(costs) - few :]
-            highest = np.maximum(load[busiest] - moved, load[idlest] + prompt + moved)
+            long, wanted, before = [], min(high - mean, mean - low - prompt), 0.0
+            for row, cost in enumerate(costs[:number].tolist() if number > 0 else ()):
+                if before + cost <= wanted:
+                    long.append(row)
+                    before += cost
+            moved = before + _SUBSETS[few] @ costs[-few:]
+            highest = np.maximum(high - moved, low + prompt + moved)
             # Neither no rows nor all.
-            highest[0] = highest[0] if long.any() else math.inf
-            highest[-1] = highest[-1] if not long[: len(costs) - few].all() else math.inf
+            if not long:
+                highest[0] = math.inf
+            if len(long) == max(0, number):
+                highest[-1] = math.inf
             subset = int(highest.argmin())
             if highest[subset] < best:
-                best, which, taken = float(highest[subset]), piece, long
-                taken[len(costs) - few :] = _SUBSETS[subset, :few]
+                best, which = float(highest[subset]), piece
+                taken = np.zeros(len(rows), bool)
+                taken[long] = True
+                taken[-few:] = _SUBSETS[few][subset]
 
         def divide() -> None:
             rows, prompt = self._rows[which], self._prompts[which]

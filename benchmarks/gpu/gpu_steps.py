@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parents[1] / each) for each in ("", "steps")]
 from turns import WARM_UP, CountedSteps
-from weft_steps import grpo_by_turns
+from weft_steps import grpo_by_turns  # pyright: ignore[reportMissingImports]
 from workloads import Workload
 
 import weft

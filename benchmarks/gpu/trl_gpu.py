@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parents[1] / each) for each in ("", "steps")]
-from trl_steps import ENVIRONMENT, grpo_trainer
+from trl_steps import ENVIRONMENT, grpo_trainer  # pyright: ignore[reportMissingImports]
 from turns import WARM_UP, CountedSteps
 
 FSDP: dict[str, Any] = {
-    "fsdp": "full_shard auto_wrap",
-    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "activation_checkpointing": True},
+    "gradient_checkpointing": False,
 }
 """Settings for several GPUs: shard parameters, gradients and moments by layer."""
 

@@ -60,7 +60,8 @@ def test_the_arithmetic_of_an_update_is_that_which_torch_counts(load: Any, tmp_p
 def test_a_written_model_loads_with_all_of_its_weights(load: Any, tmp_path: Path):
     module = load("gpu/gpu_model")
     module.write(tmp_path, module.MODELS["tiny"], small_work(load), "float32")
-    made, told = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    made, told = loaded
     assert not any(told[which] for which in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert 0.01 < made.get_input_embeddings().weight.std().item() < 0.03
     prompts = (tmp_path / "prompts.jsonl").read_text().splitlines()
