@@ -218,7 +218,7 @@ def sleep(case: Case) -> Figures:
 
 def weight_sync(case: Case) -> Figures:
     """Publish bfloat16 weights to an engine three times, and compare log-probabilities of its
-    samples."""
+    samples. Then train three steps on all GPUs with each transport, which compares checksums."""
     import numpy as np
 
     model = str(save_random_model(case.folder / "model", large=case.gpu))
@@ -240,11 +240,52 @@ def weight_sync(case: Case) -> Figures:
     if used:
         grown = used[-1] - used[0]
         assert grown < 0.25, f"each version takes more memory of the GPU: {used} GiB"
-    return {
+    figures: dict[str, float | str] = {
         "mean gap (nats)": f"{gap.mean():.1e}",
         "largest gap (nats)": f"{gap.max():.1e}",
         "engine": rollout.config.engine,
     }
+    script = case.folder / "transports.py"
+    script.write_text(TRANSPORTS)
+    for transport in ("auto", "vllm:ipc") if case.gpu else ("auto",):
+        said = case.python(f'transport="{transport}"', str(script), model, transport)
+        figures |= {f"{transport}: {name}": s for name, s in json.loads(said.splitlines()[-1]).items()}
+    return figures
+
+
+TRANSPORTS = """\
+import json, sys
+import weft
+from weft.algorithms.grpo import grpo
+from weft.controllers.doctor.operations import letters
+from weft.controllers.node_layout import machine_gpus
+
+model, transport = sys.argv[1:]
+gpus = machine_gpus()
+rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+prompts = weft.Prompts.from_rows(rows, model, name="prompts")
+engine = {"engine": "vllm", "gpu_memory_utilization": 0.5} if gpus else {"engine": "transformers"}
+dtype = {"dtype": "bfloat16"} if gpus else {}
+actor = weft.group(weft.ActorWorker, model=model, transport=transport, learning_rate=1e-6, **dtype)
+rollout = weft.group(weft.RolloutWorker, model=model, max_context=256, **engine, **dtype)
+reward = weft.group(weft.RewardWorker, function=letters, tokenizer=model)
+rollout.follows(actor)
+sampling = weft.Sampling(max_tokens=16)
+place = weft.Place(weft.ResourcePool("devices", cpus=gpus or 1, gpus=gpus), ranks=gpus or 1)
+with weft.Driver(
+    grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=2, sampling=sampling),
+    schedule=weft.Synchronous(steps=3, prompts_per_step=16),
+    placement={"actor": place, "rollout": place},
+    backend=weft.RayBackend() if gpus else weft.Local(),
+    root="runs",
+    name=transport.replace(":", "-"),
+    progress=False,
+) as driver:
+    last = driver.run()[-1]
+shown = ("rollout/weights_transfer_s", "rollout/weights_pause_s", "actor/mean_logprob_gap")
+print(json.dumps({name: round(last[name], 4) for name in shown if name in last}))
+"""
+"""Program of the check "weight sync"."""
 
 
 def grpo(case: Case) -> Figures:
@@ -265,7 +306,7 @@ def grpo(case: Case) -> Figures:
     assert int(last["step"]) == 4, f"the resumed run ended after step {last['step']}"
     gap = next((last[name] for name in GAPS if name in last), None)
     figures: dict[str, float | str] = {"tokens_per_s": round(last.get("tokens_per_s", 0.0), 1)}
-    figures |= {name: round(value, 4) for name, value in last.items() if name.startswith("time/")}
+    figures |= {name: round(value, 4) for name, value in last.items() if name.endswith("_s")}
     peaks = {name: value for step in steps for name, value in step.items() if "device_bytes" in name}
     figures |= {name: f"{value / GIB:.2f} GiB" for name, value in peaks.items()}
     if gap is not None:
@@ -350,7 +391,7 @@ OPERATIONS = (
         "equal checksums; a mean gap below 0.05 nats; constant memory",
         'send the report; with dtype="float32", a gap is an error of the transfer, not of rounding',
         weight_sync,
-        600,
+        1200,
     ),
     Trial(
         "GRPO",

@@ -70,10 +70,10 @@ class Case:
         command = [sys.executable, *words]
         with self.phase(phase):
             done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        said = done.stderr.strip()
-        last = said.rpartition("\n")[2]
         # The first line is the reason, the others are for the report.
-        assert not done.returncode, f"{phase}: exit code {done.returncode}: {last}\n{said[-2000:]}"
+        assert not done.returncode, (
+            f"{phase}: exit code {done.returncode}: {_reason(done.stderr)}\n{done.stderr[-2000:]}"
+        )
         return done.stdout
 
     def _write(self, now: str = "", began: float = 0.0) -> None:
@@ -81,6 +81,17 @@ class Case:
         part = self.folder / f"{PHASES}.part"
         part.write_text(json.dumps(state))
         part.rename(self.folder / PHASES)
+
+
+def _reason(errors: str) -> str:
+    """Return the line of a program's error output that names its error.
+
+    >>> _reason("Traceback:\\n  File 1\\nweft.WorkerError: rank 1 is silent\\nactor[1]: stack\\n  File 2\\n")
+    'weft.WorkerError: rank 1 is silent'
+    """
+    lines = errors.strip().splitlines() or [""]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+    return (named or lines)[-1]
 
 
 @dataclass(frozen=True)
