@@ -69,7 +69,7 @@ def _resident_bytes(
     """Return the host memory of a rank before it holds a tensor."""
     engine = getattr(handle.config, "engine", None)
     if on_gpu and getattr(handle.config, "model", None) is not None:
-        return ON_GPU.get(engine, ON_GPU_TRAINING)
+        return ON_GPU.get(str(engine), ON_GPU_TRAINING)
     if isinstance(handle.config, ModelConfig):
         return TRAINING
     if engine is not None:

@@ -74,13 +74,14 @@ def main(folder: Path) -> dict[str, int]:
         advantages=[[1.0] * 8] * 2,
         response_logprobs=[[-1.0] * 8] * 2,
     )
+    host = Peak()
     for step in range(2):
         engine.onload()
         engine.accumulate(rows, PolicyLoss(), last=True)
         engine.apply()
         engine.snapshot(folder / f"snapshot{step}")
         engine.offload()
-        with Peak() as host:
+        with host:
             engine.written(wait=True)
     assert torch.cuda.memory_reserved() < 64 << 20
     size = model_size(folder / "model")

@@ -109,7 +109,7 @@ def measure(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         engine.accumulate(batch, PolicyLoss(), last=True)
         if not streams:  # on the host otherwise, where it would fill the memory
             engine.apply()
-    found = {
+    found: dict[str, Any] = {
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
     }

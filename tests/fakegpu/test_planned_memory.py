@@ -98,4 +98,5 @@ def test_pinned_memory_is_as_planned(run_on_fake_gpu: Run, offload: str):
     host = placed(planned, config, on_gpu=True)[2]
     if offload == "everything":  # pageable: moments, and gradients while FSDP adds them up
         host.pop("moments")
+    assert made["rows"][0]["offloaded"] < 64 << 20, "the next group on the GPU needs the rest"
     assert made["rows"][0]["pinned"] == pytest.approx(sum(host.values()), rel=0.1)

@@ -473,6 +473,8 @@ class FsdpEngine:
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
+        if self.device.type == "cuda":  # also if only freed memory of passes is there
+            torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or self.config.offload == "everything":
