@@ -265,7 +265,7 @@ class Source:
         parts = packed(self.parts)
         if not content:
             memory, place = carried_memory(
-                self._publisher, self._member, SLOTS * max(parts.bucket_bytes)
+                self._publisher, self._member, SLOTS * max(parts.bucket_bytes, default=0)
             )
             self._carries, self._node = True, _Views([memory], parts)
             with self.named():

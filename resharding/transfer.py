@@ -15,6 +15,8 @@ Invariants:
 - A late receiver, such as a replaced rank, gets keepalives until its own pass.
 - A receiver that is gone or unresponsive delays others by at most its connection's timeout.
 - A killed publisher leaves no files or memory behind.
+- One of several receivers on another machine, the carrier, receives whole buckets, stores them in
+  shared memory, and reports that. The others map this memory, or get their boxes if it is gone.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ def receive(after: int) -> None:
         "part": 0,
         "parts": 1,
         "known": "",
+        "process": str(os.getpid()),
+        "groups": [],
+        "machine": "",
     }
     connection.send(b"H", json.dumps(hello).encode())
     connection.receive()

@@ -106,7 +106,9 @@ def test_a_publisher_that_is_killed_is_named(four: Four) -> None:
     assert all(right for _, right, *_ in four.take(four.publish(1)))
     four.finish()
     for error in four.take(four.publish(2, dies=2)):
-        assert "version 2, rank " in error and "the publisher is gone" in error and " bucket" in error
+        # The receiver's own connection breaks, or a rank whose group broke tells it.
+        assert "the publisher is gone" in error or "the group: " in error
+        assert "version 2, rank " in error and " bucket" in error
 
 
 @pytest.mark.thorough
