@@ -253,6 +253,7 @@ def _trained(
         largest = max(stages, key=lambda stage: stage.peak)
         made, found = largest.made, largest.activations
     else:
+        about |= {"nodes": spec.placement[known.group].pool.nodes or 1, "gpu_bytes": gpu_bytes}
         made = training_memory(size, config, **about)
     if config.engine is not None:
         unknown = unknown or "counted as FsdpEngine holds it"

@@ -20,12 +20,11 @@ def phases(found: dict[str, Any], name: str) -> list[dict[str, int]]:
     return [phase for phase in found["phases"] if phase["phase"] == name]
 
 
-@pytest.mark.parametrize(("model", "gib"), [("Qwen2.5-7B", 64), ("Qwen3-8B", 71)])
-def test_checkpointing_keeps_no_products_of_an_adapter(run_on_fake_gpu: Run, model: str, gib: float):
-    """With an adapter's products, both models need more than 80 GiB."""
-    settings = {"lora": {}, "activation_checkpointing": "elementwise"}
-    found = run_on_fake_gpu("train.py", MODEL=model, SETTINGS=json.dumps(settings), SHIM_SKIP=1, **LONG)
-    assert max(phase["peak"] for phase in found["phases"]) < gib * GIB
+def test_checkpointing_keeps_no_products_of_an_adapter(run_on_fake_gpu: Run):
+    """With them, the model needs more than 80 GiB."""
+    settings = json.dumps({"lora": {}, "activation_checkpointing": "elementwise"})
+    found = run_on_fake_gpu("train.py", MODEL="Qwen3-8B", SETTINGS=settings, SHIM_SKIP=1, **LONG)
+    assert max(phase["peak"] for phase in found["phases"]) < 71 * GIB
 
 
 def test_checkpointing_keeps_the_results_of_attention(run_on_fake_gpu: Run):
@@ -39,11 +38,12 @@ def test_checkpointing_keeps_the_results_of_attention(run_on_fake_gpu: Run):
 
 
 def test_an_error_names_the_memory_in_use(run_on_fake_gpu: Run):
-    found = run_on_fake_gpu("train.py", MODEL="Qwen3-8B", SETTINGS="{}", SHIM_SKIP=1, **LONG)
+    found = run_on_fake_gpu("train.py", MODEL="tiny", SETTINGS="{}", LIMIT_MIB=44, **SHORT)
     error = found["error"]
-    used = re.search(r"the GPU \(80.0 GiB\) ran out of memory: this process used (\d+)", error)
-    assert used and 70 < int(used[1]) < 80
-    assert "during a forward and backward pass and asked for " in error
+    assert re.match(
+        r"the GPU \(80.0 GiB\) ran out of memory: this process used 0.0 GiB and cached ", error
+    )
+    assert re.search(r" during a forward and backward pass and asked for [\d.]+ [KM]iB more\. ", error)
     assert 'microbatch_tokens=8192 (now 16384); activation_checkpointing="elementwise"; ' in error
 
 

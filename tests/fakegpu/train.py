@@ -1,7 +1,8 @@
 """Train a model of full size on the fake GPU, and print the device memory and copies of each phase.
 
 Environment variables: MODEL (`tiny`, or a size of `SIZES`), SETTINGS (JSON, settings of `ActorConfig`),
-RANKS (of which this process is the first), ROWS, PROMPT and RESPONSE (tokens of each row).
+RANKS (of which this process is the first), ROWS, PROMPT and RESPONSE (tokens of each row), LIMIT_MIB (of
+memory that torch may use).
 """
 
 import ctypes
@@ -132,6 +133,9 @@ def main() -> None:
     given = os.environ
     ranks = int(given.get("RANKS", "1"))
     rows = make_rows(*(int(given[name]) for name in ("ROWS", "PROMPT", "RESPONSE")))
+    if limit := given.get("LIMIT_MIB"):
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((int(limit) << 20) / total)
     phases: list[dict[str, Any]] = []
 
     def run(phase: str, work: Callable[[], object]) -> Any:

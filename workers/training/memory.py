@@ -162,15 +162,21 @@ def training_memory(
     trains: bool,
     lora: Lora | None,
     saves: bool,
+    nodes: int = 1,
+    gpu_bytes: int = 0,
 ) -> TrainingMemory:
     """Return the memory on one rank of a group that trains the model, an adapter (`lora`), or
-    nothing, and may save checkpoints."""
+    nothing, and may save checkpoints. `gpu_bytes` is the memory of a GPU, or 0 without GPUs."""
     whole, width = size.parameters, BYTES[config.dtype]
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     adapter = number_in(shapes) if lora is not None else 0
     trained = number_in(shapes) if trains else 0
     moments = _moments(shapes, config) if trains else 0
     frozen = width if lora is not None or not trains else FLOAT32
+    untrained = whole * width if lora is not None or not trains else 0
+    by_node = {"ranks": ranks, "nodes": nodes, "gpu_bytes": gpu_bytes}
+    if gathers_in_node(config, frozen=untrained, trained=trained, **by_node):
+        ranks //= nodes
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None and trains
     alone = ranks == 1 and config.offload == "everything"

@@ -90,6 +90,19 @@ def test_ranks_share_the_state_evenly_and_gather_the_model_for_a_pass(tiny_model
     )
 
 
+def test_each_node_may_hold_a_copy(tiny_model: Path):
+    size = model_size(tiny_model)
+    of_8b = replace(size, shapes={"layers.0.weight": (8_000_000, 1000)}, layers=1)
+    about: dict[str, Any] = {"trains": True, "lora": None, "saves": False, "gpu_bytes": 80 << 30}
+    config = ActorConfig(model="m", dtype="bfloat16")
+    layerwise = config.model_copy(update={"gather": "layerwise"})
+
+    def held(config: ActorConfig, ranks: int, nodes: int) -> int:
+        return training_memory(of_8b, config, ranks=ranks, nodes=nodes, **about).weights
+
+    assert held(config, 32, 4) == held(config, 8, 1) == 4 * held(layerwise, 32, 4)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
