@@ -34,7 +34,7 @@ from .buckets import (
     start_sum,
 )
 from .connection import SILENCE_S
-from .sources import Source, map_chunks
+from .sources import RankSource, map_chunks
 from .transfer import GRACE_S
 from .weights import (
     CHECKSUM_MODULUS,
@@ -60,11 +60,11 @@ class IncomingWeights:
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
         self.version = weights.version
         self.receiver = weights.receiver or "a receiver"
-        self._sources: list[Source] = []
+        self._sources: list[RankSource] = []
         try:
             for number, rank in enumerate(weights.ranks):
                 where = f"weights version {weights.version}, rank {number} of the trainer"
-                self._sources.append(Source(rank, where, weights, part, parts))
+                self._sources.append(RankSource(rank, where, weights, part, parts))
             self._group: BucketGroup | None = None
             if self._sources[0].is_together:
                 map_chunks(self._sources)

@@ -1,5 +1,5 @@
-"""Source: a receiver's side of the connection to one rank of the trainer, and the memory in which it
-finds this rank's elements."""
+"""RankSource: a receiver's side of the connection to one rank of the trainer, and the memory in which
+it finds this rank's elements."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
         os.close(file)
 
 
-class Source:
+class RankSource:
     """The publisher of one rank. Raises WeightSyncError if it is gone or has another version."""
 
     def __init__(self, rank: RankWeights, where: str, weights: Weights, part: int, parts: int) -> None:
@@ -400,7 +400,7 @@ class Source:
             ) from None
 
 
-def map_chunks(sources: Sequence[Source]) -> None:
+def map_chunks(sources: Sequence[RankSource]) -> None:
     """Give each source the memory that holds its chunks: this process's own, or that of the
     trainer's rank on this process's device."""
     first, distance = sources[0], 0
@@ -416,7 +416,7 @@ def map_chunks(sources: Sequence[Source]) -> None:
         source.own_memory = first.own_memory
 
 
-def _nearest(sources: Sequence[Source]) -> Source:
+def _nearest(sources: Sequence[RankSource]) -> RankSource:
     """Return the trainer's rank on this process's device."""
     here = [source for source in sources if source.is_here]
     if not any("device" in source.mapping for source in sources):

@@ -54,7 +54,7 @@ SIZES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "Qwen2.5-7B": lambda: Qwen2Config(
-        **(QWEN | {"vocab_size": 152064}),
+        **{**QWEN, "vocab_size": 152064},
         hidden_size=3584,
         intermediate_size=18944,
         num_hidden_layers=28,

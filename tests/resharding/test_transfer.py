@@ -307,14 +307,14 @@ def test_who_comes_in_the_middle_waits_for_longer_than_its_patience_while_others
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "NEWS_S", 0.05)  # waited out: the late receiver is told this often
-    real, news = sources.Source.next_bucket, threading.Semaphore(0)
+    real, news = sources.RankSource.next_bucket, threading.Semaphore(0)
 
     def next_bucket(self: Any) -> int | None:
         if (bucket := real(self)) is None:
             news.release()
         return bucket
 
-    monkeypatch.setattr(sources.Source, "next_bucket", next_bucket)
+    monkeypatch.setattr(sources.RankSource, "next_bucket", next_bucket)
     of = {"a": torch.randn(30_000)}
     weights = new_publisher().publish(whole(of), 1, ["early"])
     with ThreadPoolExecutor(1) as threads, IncomingWeights(weights.to("early")) as early:
@@ -440,14 +440,14 @@ def test_weights_that_change_while_they_are_given_are_found(
 def test_bytes_that_change_on_their_way_are_named_with_tensor_box_and_both_ranks(
     way: str, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = sources.Source.elements, list[int]()
+    real, seen = sources.RankSource.elements, list[int]()
 
     def once_wrong(*arguments: object) -> torch.Tensor:
         found = real(*arguments)  # pyright: ignore[reportArgumentType]
         seen.append(1)
         return found + 1 if len(seen) == 3 else found
 
-    monkeypatch.setattr(sources.Source, "elements", once_wrong)
+    monkeypatch.setattr(sources.RankSource, "elements", once_wrong)
     publisher = new_publisher(256)
     weights = publisher.publish(whole({"a": torch.ones(40, 8)}), 1).to("rollout[2]")
     named = r"tensor 'a' did not arrive .* Box\(\[16:24, 0:8\]\) from rank 0 of the trainer differs at rollout\[2\]"
@@ -459,8 +459,8 @@ def test_a_wrong_sum_of_sums_is_found(
     new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = new_publisher().publish(whole(tensors()), 7)
-    real = sources.Source.checksum
-    monkeypatch.setattr(sources.Source, "checksum", lambda self: real(self) ^ 1)
+    real = sources.RankSource.checksum
+    monkeypatch.setattr(sources.RankSource, "checksum", lambda self: real(self) ^ 1)
     with pytest.raises(
         WeightSyncError,
         match=r"version 7, rank 0 .*: checksum [0-9a-f]{16} was published, but [0-9a-f]{16} arrived",
