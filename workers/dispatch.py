@@ -163,9 +163,9 @@ def _joined(pieces: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> lis
 
 _GOOD = 0.005
 """Stop if the highest load exceeds the mean by at most this share."""
-_LARGEST = (1, 0.75)
-"""Limits on the pieces of groups at first, in mean loads. Smaller pieces balance better, but repeat
-more prompts."""
+_LARGEST = 0.75
+"""Largest piece of a group before the search, as a share of the mean load. Smaller pieces balance
+better, but repeat more prompts."""
 _CHOSEN = 8
 """Try all subsets of this many rows."""
 _SUBSETS = [((np.arange(1 << n)[:, None] >> np.arange(n)) & 1).astype(float) for n in range(_CHOSEN + 1)]
@@ -197,16 +197,12 @@ def _split_by_prompt(
         parts, highest = _balanced(costs, replicas)
         if highest <= (1 + _GOOD) * longest:
             return parts
-    best = None
-    for largest in _LARGEST:
-        pieces = _Pieces(own, groups, of_groups, prompts, largest * mean, replicas)
-        pieces.level()
-        if best is None or pieces.highest < best.highest:
-            best = pieces
-        if pieces.is_level:
-            break
-    assert best is not None
-    return best.parts
+    whole = _Pieces(own, groups, of_groups, prompts, mean, replicas)
+    if whole.is_level:
+        return whole.parts
+    pieces = _Pieces(own, groups, of_groups, prompts, _LARGEST * mean, replicas)
+    pieces.level()
+    return min(whole, pieces, key=lambda each: each.highest).parts
 
 
 class _Pieces:
