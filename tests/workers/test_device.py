@@ -38,6 +38,6 @@ def test_a_rank_with_gpus_refuses_to_compute_on_cpus(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        UserError, match="rank 1 of 'actor' has GPUs 2, 3, but torch cannot use CUDA: .*torch"
+        UserError, match=r"rank 1 of 'actor' has GPUs 2, 3, but torch cannot use CUDA: .*torch"
     ):
         rank_device(Context("actor", rank=1, world_size=2, devices=("2", "3")))
