@@ -84,8 +84,7 @@ class ActorConfig(TrainedConfig):
             raise ValueError(
                 'transport="vllm:sharded_rdt" is not supported: it needs vLLM ranks that '
                 "are Ray actors with separate GPUs, but here they are child processes of "
-                'the rollout rank; take "nccl", which also sends each rank only what it '
-                "needs"
+                'the rollout rank; take "nccl"'
             )
         return transport
 
