@@ -420,8 +420,8 @@ def test_changed_bytes_are_refused_and_block_generation_until_new_weights_arrive
     requests, sampling = requests_of(prompts_of(3)), Sampling(max_tokens=16)
     weights = published(model, publisher, version=4, scale=1.2)
     with monkeypatch.context() as patch:
-        real = sources.Source.elements
-        patch.setattr(sources.Source, "elements", lambda *arguments: real(*arguments) + 1)
+        real = sources.RankSource.elements
+        patch.setattr(sources.RankSource, "elements", lambda *arguments: real(*arguments) + 1)
         with pytest.raises(
             WeightSyncError, match=r"version 4: tensor 'model.embed_tokens.weight' did not arrive"
         ):
