@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gpu_tables import ADAPTER, MACHINES, OWN_BYTES, Machine
 
@@ -32,6 +33,7 @@ def rows_of(machine: Machine) -> list[dict[str, Any]]:
         settings = {} if said == "none" else eval_settings(said)
         settings |= {"rank": ADAPTER.rank} if what == "adapter" else {}
         row = {"model": model, "what": what, "settings": settings, "documented": int(gib)}
+        row["host_gib"] = int(cells[5])
         place = {"gpus": machine.gpus, "gib": machine.gib, "tokens": machine.microbatch_tokens}
         found.append({**row, **place})
     return found
@@ -50,14 +52,12 @@ def allocators() -> dict[str, str]:
 
 
 def check(run: Run, rows: list[dict[str, Any]]) -> None:
-    measured = run("full_size.py", within_s=3600, ROWS=json.dumps(rows), SHIM_SKIP=1, **allocators())
-    shares = {
-        f"{row['gpus']} x {row['gib']}, {row['model']}, {row['what']}": (
-            (row["allocated"] + OWN_BYTES) / ((row["documented"] + 0.5) * GIB)
-        )
-        for row in measured["rows"]
-    }
-    assert len(shares) == len(rows)
+    shares: dict[str, float] = {}
+    for row in rows:  # each in a process of its own, because others leave fragments
+        found = run("full_size.py", within_s=1800, ROWS=json.dumps([row]), SHIM_SKIP=1, **allocators())
+        name = f"{row['gpus']} x {row['gib']}, {row['model']}, {row['what']}"
+        allocated = found["rows"][0]["allocated"] + OWN_BYTES
+        shares[name] = allocated / ((row["documented"] + 0.5) * GIB)
     assert all(share <= 1.05 for share in shares.values()), shares
 
 
@@ -72,7 +72,9 @@ def test_a_gpu_holds_what_the_docs_say(run_on_fake_gpu: Run):
 def test_every_row_of_the_docs_fits(run_on_fake_gpu: Run, machine: Machine):
     rows = rows_of(machine)
     assert len(rows) >= 14
-    check(run_on_fake_gpu, rows)
+    # Pinned memory of the host is real.
+    most = psutil.virtual_memory().available / GIB / 3
+    check(run_on_fake_gpu, [row for row in rows if row["host_gib"] / row["gpus"] < most])
 
 
 def test_host_memory_of_an_offloaded_trainer_is_as_planned(run_on_fake_gpu: Run):
