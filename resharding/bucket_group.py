@@ -276,7 +276,10 @@ def _nccl(store: Any, rank: int, size: int, device: torch.device) -> Any:
     from torch.distributed import ProcessGroupNCCL  # not in torch builds without CUDA
 
     with torch.cuda.device(device):
-        return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+        options = ProcessGroupNCCL.Options()
+        # Weft's own deadlines apply. torch's watchdog would end the process after 10 minutes.
+        options._timeout = timedelta(days=7)
+        return ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager

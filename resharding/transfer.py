@@ -212,7 +212,9 @@ class Transfer:
                 members = self._invited()
                 complete = True
             else:
-                complete = self._condition.wait_for(lambda: self._ended or self._complete(), GRACE_S)
+                # A receiver that is late for buckets in common costs another group and pass.
+                patience_s = GRACE_S if self._side is None else NEWS_S
+                complete = self._condition.wait_for(lambda: self._ended or self._complete(), patience_s)
                 members = self._waiting()
             if self._ended:
                 return []

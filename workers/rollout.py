@@ -418,7 +418,10 @@ class RolloutWorker(Worker):
         self.engine.wake_up()
 
     def offload(self, discard_weights: bool = False) -> None:
-        self.engine.sleep(discard_weights=discard_weights)
+        if discard_weights:  # engines of users need not know the argument
+            self.engine.sleep(discard_weights=True)
+        else:
+            self.engine.sleep()
 
     def close(self) -> None:
         self.engine.close()

@@ -218,8 +218,7 @@ def group_memory(
         if isinstance(config, ModelConfig):
             return _trained(spec, known, config, sizes, gpu_bytes, chunks)
         if hasattr(config, "engine"):
-            follows = handle.leader is not None
-            return _generating(known, config, sizes, gpu_bytes, follows=follows)
+            return _generating(known, config, sizes, gpu_bytes)
         return known
     except (OSError, ValueError) as error:
         if isinstance(error, UserError) and Path(config.model).expanduser().is_dir():
@@ -340,9 +339,7 @@ def _activations(
     return max(0, found - 4 * size.parameters)
 
 
-def _generating(
-    known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int, *, follows: bool
-) -> GroupMemory:
+def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int) -> GroupMemory:
     size = model_size(config.model)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if known.on_gpu else "float32"
     rest = {"weights": size.parameters * BYTES[dtype]}
@@ -368,8 +365,9 @@ def _generating(
     if not known.on_gpu:
         rest[CACHE] = chosen("kv_cache_memory_bytes", None)
         return replace(known, phases={REST: _present(rest)})
-    # vLLM discards weights that arrive again before it generates, but not an adapter's base model.
-    kept = rest["weights"] if config.adapter is not None or not follows else 0
+    # A run starts with all groups asleep, and weights that do not arrive again before the engine
+    # generates are kept, so there is a time when the host has them.
+    kept = rest["weights"]
     rest[CONTEXT] = CUDA
     if config.kv_cache_gib is not None:
         rest[CACHE] = int(config.kv_cache_gib * GIB)

@@ -129,9 +129,9 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
     in_pass = with_activations(in_pass, activations, made)
     device = OWN_BYTES + moves + sum(in_pass.values())
-    on_host = PROCESSES + moves + sum(host.values())
-    if config.lora is not None:  # vLLM keeps the base model on the host while it sleeps
-        on_host += BYTES["bfloat16"] * _size(model).parameters
+    # While vLLM sleeps, the host has its weights.
+    vllm = BYTES["bfloat16"] * _size(model).parameters
+    on_host = PROCESSES + moves + sum(host.values()) + vllm
     folder = folder_bytes(_size(model), config, config.lora)
     return Expected(settings, device, activations, machine.gpus * on_host + folder)
 

@@ -47,6 +47,10 @@ def main(path: Path, rank: int) -> None:
             engine.mesh["dp"].get_group(),
         )
     ]
+    # A loss that is infinite on one rank makes the norm nan on all, also on other nodes.
+    gradients = [tensor.grad for tensor in engine.model.parameters() if tensor.grad is not None]
+    gradients = gradients or [tensor.detach() for tensor in engine.model.parameters()]
+    found["norm"] = sharding.gradient_norm(gradients, also=0.0 * (torch.inf if rank == 0 else 1.0))
     worker.save_checkpoint(folder / "checkpoint")
     worker.checkpoint_written(wait=True)
     worker.save(folder / "saved")

@@ -528,7 +528,7 @@ def _load_model(
         adapter = Adapter(skeleton.causal_lm, lora, getattr(torch, config.dtype), context.seed)
         made |= adapter.made
         adapter.made.clear()
-    if mesh is not None and _gathers_in_node(config, context, response, device):
+    if mesh is not None and _gathers_in_node(config, context, response, device, mesh):
         mesh = split_by_node(mesh, context)
     sharded = ShardedModel(config, response, mesh, device, adapter)
     sharded.fill(weights, made)
@@ -547,7 +547,11 @@ def _load_model(
 
 
 def _gathers_in_node(
-    config: ModelConfig, context: Context, model: ResponseModel, device: torch.device
+    config: ModelConfig,
+    context: Context,
+    model: ResponseModel,
+    device: torch.device,
+    mesh: DeviceMesh,
 ) -> bool:
     ranks, nodes = context.world_size, context.nodes
     if config.gather == "node" and (ranks // nodes) % config.replica_ranks:
@@ -555,7 +559,12 @@ def _gathers_in_node(
             f'gather="node": a replica of {context.name!r} has {config.replica_ranks} ranks, and a node '
             f'has {ranks // nodes}; set gather="layerwise"'
         )
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory = 0
+    if device.type == "cuda":  # all ranks must decide alike, so the smallest GPU counts
+        least = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(least, dist.ReduceOp.MIN, mesh.get_group(dimension))
+        memory = int(least.item())
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return gathers_in_node(

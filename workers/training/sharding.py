@@ -167,6 +167,12 @@ def gradient_norm(gradients: Iterable[Tensor], also: float = 0.0) -> float:
             if mesh.size(dimension) == 1:  # torch may return an equal mesh of a closed engine
                 continue
             dist.all_reduce(squares, group=mesh.get_group(dimension))
+        if mesh is not None and is_split_by_node(mesh):
+            # The nodes' copies must take the same decisions. Their gradients are equal, but `also`
+            # and the order of sums are not.
+            nodes = mesh.get_group(NODES)
+            dist.all_reduce(squares, group=nodes)
+            squares /= nodes.size()
         total += squares.item()
     return math.sqrt(total) if math.isfinite(total) else math.nan
 
@@ -186,7 +192,8 @@ def check_alike(state: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     function. If copies differ only by rounding, all ranks take the first rank's copy. If they
     differ by more, raises RunError on all ranks."""
     alike = {name: local_part(tensor) for name, tensor in state.items() if not _is_split(tensor, mesh)}
-    own = torch.stack([digest(tensor) for tensor in alike.values()])
+    # Offloaded moments are on the host, and parameters on the device.
+    own = torch.stack([digest(tensor).to(mesh.device_type) for tensor in alike.values()])
     all_digests = [torch.empty_like(own) for _ in range(mesh.size())]
     dist.all_gather(all_digests, own, group=mesh.get_group())
     for name in differing(list(alike), all_digests):

@@ -1,6 +1,7 @@
 """Hybrid sharding: each node holds a copy of the model, and nodes add up gradients once a step."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,8 +60,10 @@ def test_a_step_over_two_nodes_is_the_step_of_one_rank(tiny_model: Path, rows: B
         assert off(rank["gradient"], gradient) < 1e-6
         assert rank["metrics"]["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
         assert off(rank["weights"], weights) < 1e-6
-        # One sum over the nodes for each FSDP unit, whatever the number of microbatches.
-        assert rank["microbatches"] > 1 and rank["sums"] == rank["units"]
+        # One sum over the nodes for each FSDP unit and for the norm, whatever the number of
+        # microbatches.
+        assert rank["microbatches"] > 1 and rank["sums"] == rank["units"] + 1
+        assert math.isnan(rank["norm"])
         assert set(rank["timeouts"]) == {2 * Context().deadline_s}
     assert all(rank["published"] for rank in ranks)  # the nodes share the work
     published = joined(ranks, ranks[0]["weights"])
@@ -112,4 +115,5 @@ def test_a_replica_over_several_nodes_cannot_be_on_one():
         Context("actor", 0, 4, nodes=2),
     )
     with pytest.raises(UserError, match="a replica of 'actor' has 4 ranks, and a node has 2"):
-        _gathers_in_node(config, context, cast(Any, torch.nn.Linear(1, 1)), torch.device("cpu"))
+        model = cast(Any, torch.nn.Linear(1, 1))
+        _gathers_in_node(config, context, model, torch.device("cpu"), cast(Any, None))
