@@ -236,7 +236,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         return asked
     asked.models = asked.models or ["0.6B", "1.5B", "8B"]
     asked.gpus = asked.gpus or sorted({1, there})
-    if not there or max(asked.gpus) > there or min(asked.gpus) < 1:
+    if not there:
+        parser.error("this machine has no GPUs; use --small")
+    if max(asked.gpus) > there or min(asked.gpus) < 1:
         parser.error(
             f"this machine has {there} GPUs, so --gpus {' '.join(map(str, asked.gpus))} cannot run; --small needs none"
         )

@@ -32,7 +32,11 @@ def driver(case: Case) -> Figures:
     if not case.gpu:
         return figures
     with case.phase("start CUDA"):
-        assert torch.cuda.is_available(), reason_without_cuda()
+        if not torch.cuda.is_available():
+            error = AssertionError(reason_without_cuda())
+            if torch.version.cuda is None:
+                error.add_note(INSTALL)
+            raise error
     gpu = torch.cuda.get_device_properties(0)
     return {
         **figures,
@@ -65,7 +69,8 @@ def packages(case: Case) -> Figures:
 
 
 def resources(case: Case, root: Path = Path("/")) -> Figures:
-    """Check CPUs, shared memory and host memory, for each GPU."""
+    """Check CPUs and host memory for each GPU, and shared memory. The limits are below the expected
+    sizes."""
     from ..node_layout import machine_gpus
 
     gpus = machine_gpus() if case.gpu else 0
@@ -207,6 +212,7 @@ def _copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> float:
 
 
 UPDATE = "update the driver, or install packages for an older CUDA (docs/gpu.md)"
+INSTALL = "pip install --no-deps -r requirements/cuda.txt, in a separate environment"
 HARDWARE = (
     Trial(
         "driver",
@@ -214,21 +220,22 @@ HARDWARE = (
         UPDATE,
         driver,
         180,
-        needed=True,
     ),
     Trial(
         "packages",
         "all libraries can be imported, and vLLM runs on CUDA",
-        "pip install --no-deps -r requirements/cuda.txt, in a separate environment",
+        INSTALL,
         packages,
         300,
+        needs=("driver",),
     ),
     Trial(
         "resources",
-        "for each GPU 4 CPUs and 32 GiB of host memory; 8 GiB in /dev/shm",
+        "for each GPU 4 CPUs and 32 GiB of host memory (fails below 2 and 8); 8 GiB in /dev/shm (fails below 1)",
         "raise the limits of the container (docker run --cpus --memory --shm-size=8g), or use fewer GPUs",
         resources,
         60,
+        needs=("driver",),
     ),
     Trial(
         "collectives",
@@ -236,6 +243,7 @@ HARDWARE = (
         "look for NCCL_P2P_DISABLE and NCCL_IB_DISABLE in the environment, and at nvidia-smi topo -m",
         collectives,
         COLLECTIVES_S,
+        needs=("driver",),
     ),
     Trial(
         "copies",
@@ -243,5 +251,6 @@ HARDWARE = (
         "look at the PCIe link (nvidia-smi -q -d PCIE) and at other load; set offload to nothing",
         copies,
         240,
+        needs=("driver",),
     ),
 )

@@ -247,7 +247,7 @@ def weight_sync(case: Case) -> Figures:
     }
     script = case.folder / "transports.py"
     script.write_text(TRANSPORTS)
-    for transport in ("auto", "vllm:ipc") if case.gpu else ("auto",):
+    for transport in ("auto", "ipc", "vllm:ipc") if case.gpu else ("auto",):
         said = case.python(f'transport="{transport}"', str(script), model, transport)
         figures |= {f"{transport}: {name}": s for name, s in json.loads(said.splitlines()[-1]).items()}
     return figures
@@ -362,7 +362,7 @@ OPERATIONS = (
         warm_up,
         1200,
         only_on="gpu",
-        needed=True,
+        needs=("driver",),
     ),
     Trial(
         "attention",
@@ -370,6 +370,7 @@ OPERATIONS = (
         "install the torch of requirements/cuda.txt; on GPUs before Ampere, attention is padded",
         attention,
         600,
+        needs=("driver",),  # not vLLM
     ),
     Trial(
         "generation",
@@ -377,6 +378,7 @@ OPERATIONS = (
         "try VLLM_USE_V2_MODEL_RUNNER=0; another process on the GPU slows it down (nvidia-smi)",
         generation,
         600,
+        needs=("driver", "warm-up"),
     ),
     Trial(
         "sleep",
@@ -385,13 +387,15 @@ OPERATIONS = (
         sleep,
         600,
         only_on="gpu",
+        needs=("driver", "warm-up"),
     ),
     Trial(
         "weight sync",
         "equal checksums; a mean gap below 0.05 nats; constant memory",
         'send the report; with dtype="float32", a gap is an error of the transfer, not of rounding',
         weight_sync,
-        1200,
+        1500,
+        needs=("driver", "warm-up"),
     ),
     Trial(
         "GRPO",
@@ -399,6 +403,7 @@ OPERATIONS = (
         "read runs/doctor/logs of the command in the report; weft plan names settings that save memory",
         grpo,
         1200,
+        needs=("driver", "warm-up"),
     ),
 )
 

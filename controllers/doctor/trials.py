@@ -1,6 +1,6 @@
 """Trials of `weft doctor --try` and `--gpu`: how each runs in a separate process, and their report.
 
-A trial that fails, hangs or crashes does not stop the others. `hardware.py` and `operations.py` have the trials.
+A trial that fails, hangs or crashes stops only the trials that need it. `hardware.py` and `operations.py` have the trials.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ import psutil
 from ...dataflow.cgroups import usable_cpus
 from ...dataflow.child_process import ChildProcess
 from ...dataflow.errors import UserError
+from ...dataflow.runs.files import Disk
 from ...dataflow.untrusted_text import redacted, show
 
 Figures = Mapping[str, float | str]
@@ -40,7 +42,7 @@ MOST_TRACED = 4000
 
 @dataclass(frozen=True)
 class Case:
-    """What a trial works with, in its own process."""
+    """Settings, folder and timer of a trial, which runs in its own process."""
 
     folder: Path
     """An empty folder."""
@@ -102,12 +104,13 @@ class Trial:
     fix: str
     """What to change if the trial fails."""
     run: Callable[[Case], Figures]
-    """Module-level function. Raises AssertionError on failure."""
+    """Module-level function. Raises AssertionError on failure. A note of the error (`add_note`)
+    replaces `fix`."""
     deadline_s: float
     """Several times the duration on a healthy machine that has never run Weft."""
     only_on: Literal["", "gpu", "cpu"] = ""
-    needed: bool = False
-    """Whether the trials after it make no sense if it fails."""
+    needs: tuple[str, ...] = ()
+    """Names of earlier trials. If one of them fails, this trial is skipped."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,12 @@ class Record:
 
 
 def run_trials(
-    gpu: bool, trials: Sequence[Trial], *, model: str = "", only: Sequence[int] = ()
+    gpu: bool,
+    trials: Sequence[Trial],
+    *,
+    model: str = "",
+    only: Sequence[int] = (),
+    save: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
     """Run the trials in order, and print the name of each when it begins.
 
@@ -139,7 +147,8 @@ def run_trials(
         trials: Trials to run, numbered from 1.
         model: Folder or Hugging Face id for trials that can take any model; by default, a small
             random one.
-        only: Numbers of the trials to run; by default, all.
+        only: Numbers of the trials to run; by default, all. With `gpu`, trial 1 always runs.
+        save: Called after each trial with the records so far.
 
     Raises:
         UserError: There is no trial of such a number.
@@ -148,21 +157,22 @@ def run_trials(
         raise UserError(f"--only {wrong[0]}: the checks have the numbers 1 to {len(trials)}")
     records: list[Record] = []
     for number, trial in enumerate(trials, start=1):
-        if only and number not in only:
+        if only and number not in only and not (gpu and number == 1):
             continue
-        broken = next(
-            (r for r in records if r.outcome == "failed" and trials[r.number - 1].needed), None
-        )
-        skipped = f"check {broken.number} failed" if broken else _reason_to_skip(trial, gpu)
-        if skipped:
+        if skipped := _reason_to_skip(trial, gpu, records):
             records.append(_record(number, trial, gpu, model, "skipped", why=skipped))
-            continue
-        show(f"{number} {trial.name} ...")
-        records.append(run_trial(trial, gpu, number=number, model=model))
+        else:
+            show(f"{number} {trial.name} ...")
+            records.append(run_trial(trial, gpu, number=number, model=model))
+        if save is not None:
+            save(records)
     return records
 
 
-def _reason_to_skip(trial: Trial, gpu: bool) -> str:
+def _reason_to_skip(trial: Trial, gpu: bool, earlier: Sequence[Record]) -> str:
+    for record in earlier:
+        if record.name in trial.needs and record.outcome == "failed":
+            return f"check {record.number} failed"
     if trial.only_on == "gpu" and not gpu:
         return "it needs a GPU"
     return "it is for CPUs" if trial.only_on == "cpu" and gpu else ""
@@ -172,13 +182,13 @@ def _record(
     number: int, trial: Trial, gpu: bool, model: str, outcome: Any, seconds: float = 0.0, **found: Any
 ) -> Record:
     command = f"weft doctor {'--gpu' if gpu else '--try'} --only {number}"
-    command += f" --model {model}" if model else ""
+    command += f" --model {shlex.quote(model)}" if model else ""
     return Record(number, trial.name, command, trial.expected, outcome, seconds, **found)
 
 
 def run_trial(trial: Trial, gpu: bool, *, number: int = 1, model: str = "") -> Record:
     """Run a trial in a separate process. At its deadline, kill the process and its children."""
-    started, figures, trace = time.monotonic(), {}, ""
+    started, fix, figures, trace = time.monotonic(), "", {}, ""
     place = f"{trial.run.__module__}:{trial.run.__name__}"
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
         hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
@@ -191,7 +201,7 @@ def run_trial(trial: Trial, gpu: bool, *, number: int = 1, model: str = "") -> R
             elif not answer.is_file():
                 why = f"its process ended with {child.status}"
             else:
-                why, figures, trace = json.loads(answer.read_text())
+                why, fix, figures, trace = json.loads(answer.read_text())
         finally:
             # A trial that has ended may have left child processes.
             with suppress(ProcessLookupError):
@@ -206,7 +216,7 @@ def run_trial(trial: Trial, gpu: bool, *, number: int = 1, model: str = "") -> R
     seconds = round(time.monotonic() - started, 1)
     found = {
         "why": why,
-        "fix": trial.fix if why else "",
+        "fix": (fix or trial.fix) if why else "",
         "figures": figures,
         "phases": phases,
         "trace": trace,
@@ -227,12 +237,12 @@ def _phases(file: Path) -> tuple[dict[str, float], str]:
 
 
 def _main(place: str, folder: str, device: str, model: str) -> None:
-    """Run a trial's function, and write its error and figures to the file ANSWER."""
+    """Run a trial's function, and write its error, fix and figures to the file ANSWER."""
     os.chdir(folder)
     # Send the output of the trial and of its children to a file.
     os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), sys.stdout.fileno())
     module, _, function = place.partition(":")
-    why, figures, trace = "", {}, ""
+    why, fix, figures, trace = "", "", {}, ""
     try:
         run = getattr(importlib.import_module(module), function)
         figures = dict(run(Case(Path(folder), device == "gpu", model)))
@@ -240,7 +250,9 @@ def _main(place: str, folder: str, device: str, model: str) -> None:
         trace = traceback.format_exc()
         # chr(10), because Python 3.11 allows no backslash in an f-string expression.
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    Path(ANSWER).write_text(json.dumps([why, figures, trace[-MOST_TRACED:]]))
+        # Libraries add notes to other errors.
+        fix = " ".join(getattr(error, "__notes__", ())) if isinstance(error, AssertionError) else ""
+    Path(ANSWER).write_text(json.dumps([why, fix, figures, trace[-MOST_TRACED:]]))
     os._exit(0)  # do not wait for threads of libraries
 
 
@@ -266,10 +278,29 @@ def table_of(records: Sequence[Record]) -> str:
 # The report
 
 
-def write_report(file: Path, findings: Sequence[Any], records: Sequence[Record]) -> None:
-    """Write findings and records as JSON that can be published: without secrets, names and addresses
-    of hosts, and names of users."""
-    gpus = next((r.figures for r in records if r.name == "driver"), {})
+def earlier_checks(file: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the checks of an existing report by number, or nothing if there is no readable one."""
+    try:
+        checks = json.loads(file.read_text())["checks"]
+        return {int(one["number"]): {**one, "figures": dict(one["figures"])} for one in checks}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write_report(
+    file: Path,
+    findings: Sequence[Any],
+    records: Sequence[Record],
+    earlier: Mapping[int, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write findings and records as JSON. Replaces known secrets, IPv4 addresses, home folders, and
+    this machine's names, users and addresses; other private text may remain.
+
+    Args:
+        earlier: Checks of an earlier report by number. A record replaces the check of its number.
+    """
+    checks = {**(earlier or {}), **{record.number: asdict(record) for record in records}}
+    gpus = next((one["figures"] for one in checks.values() if one.get("name") == "driver"), {})
     report = {
         "weft": _version("weft"),
         "packages": {
@@ -282,9 +313,11 @@ def write_report(file: Path, findings: Sequence[Any], records: Sequence[Record])
             **gpus,
         },
         "findings": [asdict(finding) for finding in findings],
-        "checks": [asdict(record) for record in records],
+        "checks": [checks[number] for number in sorted(checks)],
     }
-    file.write_text(json.dumps(_anonymous(report, _private_words()), indent=1) + "\n")
+    text = json.dumps(_anonymous(report, _private_words()), indent=1) + "\n"
+    # A reader never finds half of a report.
+    Disk().write_whole(file, text.encode())
 
 
 def _version(name: str) -> str | None:
@@ -295,7 +328,7 @@ def _version(name: str) -> str | None:
 
 
 def _private_words() -> dict[str, str]:
-    """Return the words of this machine that a report must not have -> their replacements."""
+    """Return private words of this machine -> their replacements."""
     home = str(Path.home())
     found = {home: "~"} if home != "/" else {}
     user = next((os.environ[name] for name in ("USER", "LOGNAME") if os.environ.get(name)), "")
@@ -303,15 +336,25 @@ def _private_words() -> dict[str, str]:
     found |= {user: "USER"} if user not in ("", "root") else {}
     found |= {name: "HOST" for name in (host, host.partition(".")[0]) if name not in ("", "localhost")}
     for addresses in psutil.net_if_addrs().values():
-        kinds = (socket.AF_INET, socket.AF_INET6)
-        own = (a.address.partition("%")[0] for a in addresses if a.family in kinds)
-        found |= {address: "ADDRESS" for address in own if address not in ("127.0.0.1", "::1")}
+        own = (a.address.partition("%")[0] for a in addresses if a.family == socket.AF_INET6)
+        found |= {address: "ADDRESS" for address in own if address != "::1"}
     address = os.environ.get("RAY_ADDRESS", "")
-    return found | ({address: "CLUSTER"} if address not in ("", "auto", "local") else {})
+    parts = re.match(r"(?:[\w+]+://)?(?:[^@/]*@)?(\[[^]]+\]|[^:/]+)", address)
+    named = (address, parts[1].strip("[]") if parts else "")
+    usual = ("", "auto", "local", "localhost", "127.0.0.1", "::1")
+    return found | {name: "CLUSTER" for name in named if name not in usual}
+
+
+_PRIVATE = (
+    (re.compile(r"(?<![\d.])(?!127\.)(?:\d{1,3}\.){3}\d{1,3}(?!\.?\d)"), "ADDRESS"),
+    (re.compile(r"/home/[\w.@-]+"), "/home/USER"),
+)
+"""Private text of any machine, and its replacements: IPv4 addresses and home folders."""
 
 
 def _anonymous(value: Any, private: Mapping[str, str]) -> Any:
-    """
+    """Replace secrets, the words in `private`, and the patterns in `_PRIVATE`.
+
     >>> _anonymous({"why": "node-7 refused /home/ann/x, node-71"}, {"node-7": "HOST", "/home/ann": "~"})
     {'why': 'HOST refused ~/x, node-71'}
     """
@@ -320,6 +363,8 @@ def _anonymous(value: Any, private: Mapping[str, str]) -> Any:
         for word in sorted(private, key=len, reverse=True):
             # A whole word: host "gpu" is no part of "--gpu-memory".
             text = re.sub(rf"(?<![\w.-]){re.escape(word)}(?![\w-]|\.\w)", private[word], text)
+        for pattern, replacement in _PRIVATE:
+            text = pattern.sub(replacement, text)
         return text
     if isinstance(value, Mapping):
         return {name: _anonymous(each, private) for name, each in value.items()}

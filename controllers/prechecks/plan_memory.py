@@ -44,7 +44,7 @@ ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
 ON_GPU = {"vllm": round(3.5 * GIB)}
 """A rank with a GPU: name of its engine -> bytes of host memory."""
 ON_GPU_TRAINING = round(2.5 * GIB)
-"""Host memory of any other rank with a GPU: libraries of CUDA, and what the driver maps."""
+"""Host memory of any other rank with a GPU: CUDA's libraries and the driver's mappings."""
 CUDA = round(1.5 * GIB)
 """Device memory of a process: CUDA's context, NCCL, and workspaces of libraries."""
 ASLEEP = round(2.5 * GIB)

@@ -99,7 +99,7 @@ def test_a_machine_without_gpus_is_told_so(
     monkeypatch.setattr(gpu, "machine_gpus", lambda: 0)
     with pytest.raises(SystemExit, match="2"):
         gpu.parse_arguments(["--models", "8B"])
-    assert "this machine has 0 GPUs" in capsys.readouterr().err
+    assert "this machine has no GPUs; use --small" in capsys.readouterr().err
     monkeypatch.setattr(gpu, "machine_gpus", lambda: 8)
     asked = gpu.parse_arguments([])
     assert asked.gpus == [1, 8] and asked.models == ["0.6B", "1.5B", "8B"]

@@ -27,6 +27,8 @@ def run_on_fake_gpu() -> Callable[..., dict[str, Any]]:
     folder = os.environ.get("WEFT_FAKE_GPU")
     if folder is None:
         pytest.skip("needs a fake GPU: set WEFT_FAKE_GPU to its folder")
+    if not Path(folder, "shim.so").is_file():
+        pytest.fail(f"WEFT_FAKE_GPU={folder}: there is no shim.so; name the folder of a fake GPU")
 
     def run(script: str, *, within_s: float = 900, **env: object) -> dict[str, Any]:
         fake = {

@@ -20,6 +20,12 @@ def fails(case: Case) -> Figures:
     raise AssertionError("two is not three\nand more")
 
 
+def fails_with_a_fix(case: Case) -> Figures:
+    error = AssertionError("torch is for CPUs")
+    error.add_note("install another torch")
+    raise error
+
+
 def crashes(case: Case) -> Figures:
     with case.phase("starting"):
         os._exit(7)

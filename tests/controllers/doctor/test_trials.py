@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from weft.__main__ import main
+from weft.commands.doctor import _resolve_model
 from weft.controllers.doctor import hardware
 from weft.controllers.doctor.hardware import HARDWARE
 from weft.controllers.doctor.operations import OPERATIONS
 from weft.controllers.doctor.trials import (
     Case,
     Trial,
+    earlier_checks,
     run_trial,
     run_trials,
     table_of,
@@ -59,12 +62,28 @@ def test_a_check_that_fails_or_crashes_stops_no_other(capsys: pytest.CaptureFixt
 
 
 def test_checks_after_a_failed_one_that_they_need_are_skipped():
-    tried = [check(doctored.fails, needed=True), check(doctored.passes), check(doctored.passes)]
-    records = run_trials(False, tried)
-    assert [(r.outcome, r.why) for r in records[1:]] == [("skipped", "check 1 failed")] * 2
+    needing = replace(check(doctored.passes), name="needing", needs=("fails",))
+    tried = [check(doctored.fails), needing, check(doctored.passes)]
+    saved: list[int] = []
+    records = run_trials(False, tried, save=lambda records: saved.append(len(records)))
+    assert [(r.outcome, r.why) for r in records[1:]] == [("skipped", "check 1 failed"), ("passed", "")]
+    assert saved == [1, 2, 3]
     assert [r.number for r in run_trials(False, tried, only=[3])] == [3]
+    found = run_trials(True, tried, only=[2])
+    assert [r.outcome for r in found] == ["failed", "skipped"], "with GPUs, check 1 always runs"
     with pytest.raises(UserError, match="--only 4: the checks have the numbers 1 to 3"):
         run_trials(False, tried, only=[4])
+
+
+def test_only_checks_that_use_vllm_need_its_warm_up():
+    needing = [n for n, trial in enumerate(TRIALS, start=1) if "warm-up" in trial.needs]
+    assert needing == [8, 9, 10, 11]
+    assert all("driver" in trial.needs for trial in TRIALS[1:])
+
+
+def test_a_failure_can_have_its_own_fix():
+    record = run_trial(check(doctored.fails_with_a_fix), False)
+    assert record.why == "AssertionError: torch is for CPUs" and record.fix == "install another torch"
 
 
 @pytest.mark.thorough
@@ -107,14 +126,17 @@ def test_a_report_has_no_secrets_and_no_names_of_hosts_and_users(
     record = replace(
         run_trial(check(doctored.fails), False),
         why="node-7: hf_0123456789abcdef refused at ray-head.corp:6379",
-        trace='File "/home/ann/weft/x.py" of ann, not of joann',
+        trace='File "/home/ann/weft/x.py" of ann, not of joann; /home/bob/y at 10.7.8.9:80, 127.0.0.1:80, '
+        "ray-head.corp",
     )
     write_report(tmp_path / "report.json", [finding], [record])
     text = (tmp_path / "report.json").read_text()
-    assert not re.search("hf_0|corp|node-7|/home| ann", text)
+    assert not re.search("hf_0|corp|node-7|/home/ann|bob| ann", text)
     [written] = json.loads(text)["checks"]
     assert written["why"] == "HOST: [value of HF_TOKEN] refused at CLUSTER"
-    assert written["trace"] == 'File "~/weft/x.py" of USER, not of joann'
+    assert written["trace"] == (
+        'File "~/weft/x.py" of USER, not of joann; /home/USER/y at ADDRESS:80, 127.0.0.1:80, CLUSTER'
+    )
     assert written["command"] == "weft doctor --try --only 1" and written["fix"] == "repair it"
 
 
@@ -131,6 +153,60 @@ def test_without_cuda_the_command_gives_torchs_reason_and_writes_a_report(
     assert {(one["outcome"], one["why"]) for one in others} == {("skipped", "check 1 failed")}
     assert [one["number"] for one in others] == [*range(2, len(TRIALS) + 1)]
     assert main(["doctor", "--only", "2"]) == 2
+    assert main(["doctor", "--gpu", "--only", "4"]) == 1
+    checks = json.loads((tmp_path / "weft-doctor.json").read_text())["checks"]
+    assert [one["number"] for one in checks] == [*range(1, len(TRIALS) + 1)]
+
+
+def test_the_driver_check_says_to_install_torch_if_it_is_a_build_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, notes in ((None, [hardware.INSTALL]), ("13.0", [])):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(AssertionError) as failed:
+            hardware.driver(Case(tmp_path, True))
+        assert getattr(failed.value, "__notes__", []) == notes
+
+
+def test_a_report_keeps_the_other_checks_of_an_earlier_one(tmp_path: Path):
+    file = tmp_path / "report.json"
+    assert earlier_checks(file) == {}
+    first, second = (run_trial(check(doctored.passes), False, number=number) for number in (1, 2))
+    write_report(file, [], [first, second])
+    write_report(file, [], [replace(second, outcome="failed")], earlier_checks(file))
+    checks = json.loads(file.read_text())["checks"]
+    assert [(one["number"], one["outcome"]) for one in checks] == [(1, "passed"), (2, "failed")]
+    for damaged in ("{", "[]", '{"checks": [1]}'):
+        file.write_text(damaged)
+        assert earlier_checks(file) == {}
+
+
+def test_wrong_folders_are_named_before_any_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for words, said in (
+        (["--model", "./none"], "--model ./none: no such folder"),
+        (["--report", "none/r.json"], "--report none/r.json: no such folder 'none'; create it"),
+        (["--report", "."], "--report .: this is a folder; name a file"),
+    ):
+        assert main(["doctor", "--try", *words]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    assert main(["doctor", "--try", "--report", "r.json"]) == 2
+    assert "--report r.json: cannot write to folder '.'" in capsys.readouterr().err
+
+
+def test_the_model_of_a_relative_folder_is_found_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    found = [_resolve_model(model) for model in ("mine", "./mine", "~/mine")]
+    assert found == [str(tmp_path / "mine")] * 3
+    assert [_resolve_model(model) for model in ("Qwen/Qwen3-8B", "")] == ["Qwen/Qwen3-8B", ""]
 
 
 def machine(root: Path, cpus: int, memory_gib: int) -> Path:
