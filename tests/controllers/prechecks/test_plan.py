@@ -132,7 +132,7 @@ def test_groups_that_share_gpus_need_memory_for_the_largest_and_what_others_leav
     with assumed_machine(2, 80):
         plan = planned(placement={name: Place(pool, ranks=2) for name in ("rollout", "actor")})
     rollout = GroupMemory(
-        "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}, idle=3
+        "rollout", 2, "gpus", True, 5, {"at rest": {"weights": 10, "key/value cache": 30}}, idle=30
     )
     actor = GroupMemory(
         "actor",
@@ -142,12 +142,12 @@ def test_groups_that_share_gpus_need_memory_for_the_largest_and_what_others_leav
         5,
         {"at rest": {"weights": 20}, "update": {"activations": 7}},
         moves=20,
-        idle=2,
+        idle=20,
         folder=9,
     )
     assert (plan.machine.gpus, plan.machine.gpu_bytes) == (2, 80)
     plan = replace(plan, groups=(rollout, actor), driver_bytes=100)
-    assert plan.device_bytes == {"gpus": 40 + 2}
+    assert plan.device_bytes == {"gpus": 40 + 20}
     # The actor's copy stays in host memory; vLLM discards its weights. Rank 0 writes the folder.
     assert plan.host_bytes == 100 + 2 * 5 + 2 * 5 + 2 * 20 + 9
     other = replace(actor, pool="others", group="actor")
