@@ -1,4 +1,5 @@
-"""GRPO steps on GPUs: tokens per second, MFU and seconds per phase, beside TRL and published figures.
+"""GRPO steps on GPUs: tokens per second, MFU and seconds per phase, compared with TRL and published
+figures.
 
     python benchmarks/gpu.py                            # every model that fits, on one GPU and on all
     python benchmarks/gpu.py --models 8B --gpus 8
@@ -7,7 +8,8 @@
 A step has 64 prompts of 1,024 tokens with 8 responses of 2,048 tokens each, like docs/gpu.md. The
 models have the exact sizes of Qwen3-0.6B, Qwen2.5-1.5B and Qwen3-8B, and random weights; nothing is
 downloaded. Weft and TRL with colocated vLLM run one after the other, each alone on the GPUs.
-`SETTINGS` has the settings of each model and number of GPUs. docs/gpu.md says how to install TRL.
+`SETTINGS` has the settings of each model and number of GPUs. docs/gpu.md explains how to install
+TRL.
 
     step_s: seconds of a step, median.
     tokens_per_s, tokens_per_s_per_gpu: prompt and response tokens of all samples, in that time.
@@ -16,7 +18,7 @@ downloaded. Weft and TRL with colocated vLLM run one after the other, each alone
     mfu, update_mfu: arithmetic that the update needs, over the peak of the GPUs in a step and in
         the update alone. It counts each prompt once, and recomputes nothing.
     ratio_to_trl: TRL's step_s / step_s.
-    published: results of others, from their documents; nobody measured them here.
+    published: results of others, from their documents, not measured here.
 
 The last line printed is one JSON object.
 """

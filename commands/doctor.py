@@ -36,7 +36,7 @@ def doctor(
         tried: Also run the checks that need only a CPU. They take some minutes.
         gpu: Also run the checks on the GPUs of this machine.
         only: Run only the check with this number, with --gpu after check 1. Can be repeated. The
-            results replace those in an existing report.
+            results replace older ones in an existing report.
         model: Folder or Hugging Face id of a model for the checks that can take any. By default,
             they take a random model and download nothing.
         report: The file for the report of --try or --gpu.

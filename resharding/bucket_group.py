@@ -17,7 +17,8 @@ its members: each chunk is broadcast by its rank.
 
 The members make the group when it is first needed, and keep it while the receivers stay the same
 processes. After an incomplete pass they make a new one. They meet at a store that rank 0 serves.
-The store, gloo and NCCL authenticate nobody and encrypt nothing, so a run needs a private network.
+The store, gloo and NCCL have neither authentication nor encryption, so a run needs a private
+network.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _rank_layout(entries: Sequence[Entry]) -> Layout:
 # factors are odd pseudo-random numbers. A slice that is missing, swapped, shifted or from another
 # version changes the sum, except with a chance of about 2^-64.
 #
-# The value of an element is that of its bytes as digits from -128 to 127, lowest first, so elements
+# An element's value reads its bytes as digits from -128 to 127, lowest first, so elements
 # with different bits have different values. These digits make the sum over a row a product of int8
 # matrices, which is the fastest integer arithmetic of a CPU:
 #

@@ -119,11 +119,11 @@ def within(positions: np.ndarray, outer: Box, inner: Box) -> np.ndarray:
     return np.ravel_multi_index([at[inside] for at in indices], inner.shape)
 
 
-# The receiver's side: the previous version, to which deltas apply
+# The receiver's side: the previous version, the base of deltas
 
 
 class HeldBoxes:
-    """The bits of the boxes that a receiver took last, to which the next deltas apply. Entry
+    """The bits of the boxes that a receiver took last. The next deltas apply to them. Entry
     numbers are only valid for one publisher."""
 
     def __init__(self, publisher: str) -> None:

@@ -150,7 +150,7 @@ class SharedMemory:
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace | None:
-    """Return where a contiguous tensor lies in a `SharedMemory` of this process, or None."""
+    """Return the place of a contiguous tensor in a `SharedMemory` of this process, or None."""
     if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return None
     address = tensor.data_ptr()

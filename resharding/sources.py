@@ -1,5 +1,5 @@
-"""RankSource: a receiver's side of the connection to one rank of the trainer, and the memory in which
-it finds this rank's elements."""
+"""RankSource: a receiver's connection to one rank of the trainer, and the memory with this rank's
+elements."""
 
 from __future__ import annotations
 
@@ -383,7 +383,8 @@ class RankSource:
             return _map_files(files, self.parts)
 
     def map_buckets(self) -> torch.Tensor:
-        """Map the memory in which this publisher and the trainer's other ranks complete buckets."""
+        """Map the memory with the buckets that this publisher and the trainer's other ranks
+        complete."""
         with self._mapping():
             if "path" in self.mapping:
                 file = self.mapping["path"], self.mapping["num_bytes"]
@@ -435,7 +436,7 @@ def _nearest(sources: Sequence[RankSource]) -> RankSource:
 
 
 _carried: dict[tuple[tuple[str, int], Member], SharedMemory] = {}
-"""The memory in which this process carries buckets, by publisher."""
+"""Maps a publisher to the memory with the buckets that this process carries."""
 
 
 def carried_memory(

@@ -106,7 +106,8 @@ class _Session:
     invitation: Invitation | None = None
     """The invitation from rank 0 that the receiver has carried to this rank."""
     base: int | None = None
-    """The version of which the receiver holds everything that it requests, or None."""
+    """The receiver holds all requested boxes of this version; None if it holds no version
+    completely."""
     turn: _Pass | None = None
     taken: int = 0
     gone: bool = False
@@ -147,7 +148,7 @@ class Transfer:
     buckets, on any device. Receivers in `expected` start together if they connect within GRACE_S of
     each other. Receivers on other machines get deltas if they hold the version of `shadow`. With
     `side`, each bucket holds a chunk of each of the trainer's ranks, which complete it together.
-    `rank` is that of this rank in the trainer: the ranks choose different carriers."""
+    `rank` is this rank's number in the trainer: the ranks choose different carriers."""
 
     def __init__(
         self,
@@ -474,7 +475,7 @@ class Transfer:
             self._condition.notify_all()
 
     def _await(self, session: _Session, come: Callable[[_Pass], bool]) -> _Pass:
-        """Wait until `come` is true of the receiver's pass. Send keepalives meanwhile."""
+        """Wait until `come` is true of the receiver's pass. Send keepalives while waiting."""
         seen = self._filled
         while True:
             with self._condition:

@@ -134,7 +134,7 @@ class VllmPublisher:
                 return
             assert self._trainer is not None
             self._trainer.send_weights()
-            # The engines go on once they have the sums, and may need the memory. All ranks add up
+            # The engines continue once they have the sums, and may need the memory. All ranks add up
             # their sums, so rank 0 sends them after every rank has released its memory.
             release_device_memory(self._device)
             tensors = self._source.complete_sums()

@@ -1,6 +1,6 @@
-"""Published speeds on H100 (H20 where stated) that `gpu.py` prints beside its own figures.
+"""Published speeds on H100 (H20 where stated) that `gpu.py` prints with its own figures.
 
-Nobody measured these systems here. Models, lengths and parallelism differ from those of `gpu.py`,
+These figures were not measured here. `gpu.py` uses other models, lengths and parallelism,
 so compare orders of magnitude. NeMo-RL counts tokens like `gpu.py`: those of training, prompts
 included.
 """

@@ -435,7 +435,7 @@ def allocator_settings(handle: Handle, given: Mapping[str, str]) -> dict[str, st
     # Microbatches of changing sizes would leave gaps. Other processes cannot map such memory.
     if isinstance(handle.config, ModelConfig) and not handle.transport.endswith("ipc"):
         own["expandable_segments"] = "True"
-    # Large blocks get their exact size, not the next power of two. The second option is needed, too:
+    # Large blocks get their exact size, not the next power of two. It needs the second option:
     # torch 2.13 would serve a request from a freed block of the same power of two, even from a smaller
     # one.
     own["pinned_max_round_threshold_mb"] = own["pinned_max_cached_size_mb"] = str(PINNED_MIB)

@@ -151,7 +151,7 @@ def run_trials(
         save: Called after each trial with the records so far.
 
     Raises:
-        UserError: There is no trial of such a number.
+        UserError: no trial has such a number.
     """
     if wrong := [number for number in only if not 1 <= number <= len(trials)]:
         raise UserError(f"--only {wrong[0]}: the checks have the numbers 1 to {len(trials)}")
@@ -257,7 +257,7 @@ def _main(place: str, folder: str, device: str, model: str) -> None:
 
 
 def table_of(records: Sequence[Record]) -> str:
-    """Format the records as text: the result, what was expected, and where the time went."""
+    """Format the records as text: the result, the expectation, and where the time went."""
     lines: list[str] = []
     for one in records:
         figures = ", ".join(f"{name} {value}" for name, value in one.figures.items())
@@ -279,7 +279,7 @@ def table_of(records: Sequence[Record]) -> str:
 
 
 def earlier_checks(file: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the checks of an existing report by number, or nothing if there is no readable one."""
+    """Return the checks of an existing report by number, or nothing if none is readable."""
     try:
         checks = json.loads(file.read_text())["checks"]
         return {int(one["number"]): {**one, "figures": dict(one["figures"])} for one in checks}

@@ -166,7 +166,7 @@ class GroupMemory:
     on_host: Mapping[str, int] = field(default_factory=dict)
     """Name of a part -> bytes of tensors that are always in host memory, from the first step on."""
     moves: int = 0
-    """Bytes of a rank that are in host memory, too, while another group has its turn on the GPU."""
+    """Bytes of a rank that host memory also holds while another group has its turn on the GPU."""
     idle: int = 0
     """Bytes of a rank that stay on the GPU while another group has its turn."""
     folder: int = 0

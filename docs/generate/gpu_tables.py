@@ -111,7 +111,8 @@ class Expected:
 
 
 def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expected | None:
-    """Return the memory that an actor needs beside vLLM, or None if its weights alone do not fit.
+    """Return the memory that an actor needs in addition to vLLM, or None if its weights alone do
+    not fit.
 
     Args:
         model: a name in `MODELS`.

@@ -53,7 +53,7 @@ def allocators() -> dict[str, str]:
 
 def check(run: Run, rows: list[dict[str, Any]]) -> None:
     shares: dict[str, float] = {}
-    for row in rows:  # each in a process of its own, because others leave fragments
+    for row in rows:  # each in a separate process, because others leave fragments
         found = run("full_size.py", within_s=1800, ROWS=json.dumps([row]), SHIM_SKIP=1, **allocators())
         name = f"{row['gpus']} x {row['gib']}, {row['model']}, {row['what']}"
         allocated = found["rows"][0]["allocated"] + OWN_BYTES
