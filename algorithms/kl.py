@@ -129,8 +129,8 @@ class AdaptiveCoefficient(Config):
     """[nats] Target KL divergence of the policy from the reference, per response. Raise it to let
     the policy move further away."""
     horizon: float = Field(default=10_000, gt=0)
-    """[steps] Steps in which the coefficient changes by at most a fifth, in the unit of `num_steps`
-    (episodes in the paper). Raise it if the coefficient oscillates."""
+    """[steps] The coefficient changes by at most a fifth in this many steps, in the unit of
+    `num_steps` (episodes in the paper). Raise it if the coefficient oscillates."""
 
     def updated(self, observed_kl: float, num_steps: float) -> AdaptiveCoefficient:
         """Return the coefficient after `num_steps` steps with this mean divergence [nats/response].

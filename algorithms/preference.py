@@ -168,7 +168,7 @@ def compare(rows: Batch, *, score: str, against: str = "") -> Metrics:
     """Measure how often the preferred response of a pair has the higher score.
 
     The score is the sum of the column `score` over trained tokens, or the value of a per-row
-    column, minus that of the column `against`.
+    column. If `against` is given, its score is subtracted.
 
     >>> rows = Batch.of(group_id=[4, 4], preferred=[0, 1], logprobs=[[-3.0], [-1.0, -1.0]])
     >>> compare(rows, score="logprobs")["preference_accuracy"].value

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 class RewardLoss(PairLoss):
     """A reward model's loss: the mean over pairs of -log sigmoid(r_w - r_l - margin) + centring
-    (r_w + r_l)^2, where r_w is the reward of the preferred response and r_l that of the other.
+    (r_w + r_l)^2, where r_w and r_l are the rewards of the preferred and of the other response.
 
     The first term is the Bradley-Terry loss (arXiv:2203.02155, eq. 1; with a margin m,
     arXiv:2307.09288, eq. 2). The second term keeps the rewards around 0 (arXiv:2312.09244).

@@ -110,9 +110,9 @@ class Sapo(Config):
     """SAPO: -(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A
     (arXiv:2511.20347).
 
-    At r = 1 the gradient equals that of -r A; it fades as r moves away from 1. A larger temperature
-    makes it fade faster. The paper's is larger for negative advantages, whose gradients raise the
-    probability of every other token.
+    At r = 1 the gradient equals the gradient of -r A; it fades as r moves away from 1. A larger
+    temperature makes it fade faster. The paper's is larger for negative advantages, whose gradients
+    raise the probability of every other token.
 
     >>> losses, clipped = Sapo()(torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -2.1]))
     >>> losses.tolist(), clipped.tolist()

@@ -173,9 +173,9 @@ class Driver:
                 one to stop at a target value.
             trackers: Trackers that also get the metrics: "tensorboard", "wandb", "mlflow",
                 "trackio", "prometheus", or a class as "module:Class". A tracker that fails or hangs
-                does not affect the run. Choose those that you use. A mapping such as {"wandb": 8}
-                also sends 8 recorded samples of each step as a table. Every user of the tracker may
-                read their texts.
+                does not affect the run. Choose the ones that you use. A mapping such as {"wandb":
+                8} also sends 8 recorded samples of each step as a table. Every user of the tracker
+                may read their texts.
             dashboard: Serve a web page for the runs in `root` and print its address. The page
                 closes after an hour without visitors. Set it to watch the run in a browser.
             settings: Settings of your script to store with the run. Give them to compare runs with

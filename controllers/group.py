@@ -288,7 +288,7 @@ class WorkerGroup:
         self.version = 0
         """Policy version of the group's weights."""
         self.absent: set[int] = set()
-        """Ranks of an elastic group for which the cluster has no room. They get no calls."""
+        """Ranks of an elastic group that do not fit into the cluster. They get no calls."""
         self.starting: set[int] = set()
         """Ranks whose processes are starting. They get no rows."""
         self.lacking: set[int] = set()

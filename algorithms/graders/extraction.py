@@ -18,7 +18,7 @@ _PHRASE = re.compile(
 )
 _END_OF_SENTENCE = re.compile(r"。|(?<=[^\d\s])(?<!\bi\.e)(?<!\be\.g)\.\s|\.\s+(?=[A-Z])|\.\s*$")
 TAIL = 2000
-"""[characters] End of a response in which to search for an answer without a box."""
+"""[characters] Search the last characters of a response for an answer without a box."""
 
 _CANDIDATE = (
     r"(?:\\boxed\s*\{[^{}]*\}|\$[^$\n]{1,100}\$|[*\\$]*[-+−]?\d(?:[\w.,/^%]*[\w%])?\**"

@@ -53,7 +53,7 @@ def _take_any_answer(cls: type[Grader]) -> None:
     def graded(*arguments: Any, **named: Any) -> float:
         given = signature.bind(*arguments, **named)
         has_default = signature.parameters["answer"].default is not inspect.Parameter.empty
-        # If the answer has a default, a null in the column stands for it.
+        # A null in the column selects the default of an answer that has one.
         if given.arguments.get("answer", "") is None and has_default:
             del given.arguments["answer"]
         if "answer" in given.arguments:

@@ -17,7 +17,7 @@ from typing import Any
 from . import equality
 
 MEMORY_BYTES = 4 * 2**30
-"""[bytes] Address space that comparisons may use beyond that of the start."""
+"""[bytes] Address space that comparisons may add to what the process has at its start."""
 
 
 def main() -> None:

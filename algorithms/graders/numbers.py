@@ -305,7 +305,7 @@ class Quantity:
         if not same_unit(self.unit, other.unit):
             return False
         ratio = self.size / other.size if self.unit and self.unit == other.unit else 1
-        # 28% may mean 28 or 0.28, except beside another percentage.
+        # 28% may mean 28 or 0.28, unless both numbers are percentages.
         mine, theirs = {self.value}, {other.value}
         if self.percent != other.percent:
             mine |= {self.value / 100} if self.percent else set()

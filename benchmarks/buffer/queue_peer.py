@@ -3,7 +3,7 @@
     system = System(HERE / "queue_peer.py", log=log, python=PEERS)      # turns.py
     [answer] = system.run(1, work="ragged_put", rows=512, groups_per_put=8)
 
-Commands are those of `weft_buffer.py`, plus `units` (storage units) and `in_flight` (puts). The
+It takes the commands of `weft_buffer.py`, plus `units` (storage units) and `in_flight` (puts). The
 times exclude setup, generating rows and verification. The defaults were the fastest on 2 shared
 cores with rows of 2,000 tokens (28.7 kB):
 

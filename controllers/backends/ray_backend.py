@@ -1,7 +1,7 @@
 """RayBackend: run each rank as a Ray actor.
 
 Ray carries calls and small replies. Workers write row columns to segment files. They map the files
-of their own node, and fetch those of other nodes by Arrow Flight.
+of the same node, and fetch other nodes' segments by Arrow Flight.
 """
 
 from __future__ import annotations

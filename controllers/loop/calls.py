@@ -353,7 +353,7 @@ class Calls:
 
 
 def _brings_rows(call: Call, reply: Reply) -> bool:
-    """Whether the rows of a reply can be published together with those of other ranks."""
+    """Whether the rows of a reply can be published together with other ranks' rows."""
     written = reply.segment is not None and reply.failure is None
     return written and call.node is not None and not call.node.operation.takes_groups
 

@@ -105,7 +105,7 @@ class CallOrder(Generic[C]):
 # Execution of one task
 
 OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
-"""Exceptions with which Weft or the user ends a call or process. They are not failures."""
+"""Exceptions that Weft or the user raises to end a call or process. They are not failures."""
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:

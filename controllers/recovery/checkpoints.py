@@ -109,7 +109,7 @@ class CheckpointConfig(Config):
     with this evaluation also gets a checkpoint. Set it if the last model need not be the best."""
     copy_to: str | None = None
     """Path, or address such as "s3://bucket/runs" or "gs://bucket/runs". Weft copies each
-    checkpoint in the background to a subfolder with the run's name, from which the run can resume
+    checkpoint in the background to a subfolder with the run's name; the run can resume from there
     on another machine. `resume="latest"` looks there if the run has no checkpoint in `root`.
     Credentials come from the environment. Set it if a machine and its disk can be lost."""
 
