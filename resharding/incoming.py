@@ -12,6 +12,7 @@ with IncomingWeights(weights) as incoming:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import selectors
@@ -34,7 +35,7 @@ from .buckets import (
     start_sum,
 )
 from .connection import SILENCE_S
-from .sources import RankSource, map_chunks
+from .sources import GroupBroken, RankSource, map_chunks
 from .transfer import GRACE_S
 from .weights import (
     CHECKSUM_MODULUS,
@@ -50,6 +51,8 @@ from .weights import (
 
 PATIENCE_S = 2 * SILENCE_S + GRACE_S
 """[s] Longest wait for a bucket. The publisher may itself wait for another receiver."""
+MOST_PASSES = 4
+"""Limit on the passes of one version, of which each but the last broke because a receiver died."""
 
 
 class IncomingWeights:
@@ -60,19 +63,26 @@ class IncomingWeights:
     def __init__(self, weights: Weights, part: int = 0, parts: int = 1) -> None:
         self.version = weights.version
         self.receiver = weights.receiver or "a receiver"
+        self._of = weights, part, parts
+        self._hung_up = False
+        self._connect()
+        try:
+            self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
+            """The boxes that each rank publishes. Equal versions share one object."""
+        except WeightSyncError as error:
+            self.close()
+            raise WeightSyncError(f"weights version {weights.version}: {error}") from None
+
+    def _connect(self) -> None:
+        weights, part, parts = self._of
+        self._group: BucketGroup | None = None
         self._sources: list[RankSource] = []
         try:
             for number, rank in enumerate(weights.ranks):
                 where = f"weights version {weights.version}, rank {number} of the trainer"
                 self._sources.append(RankSource(rank, where, weights, part, parts))
-            self._group: BucketGroup | None = None
             if self._sources[0].is_together:
                 map_chunks(self._sources)
-            try:
-                self.layout: Layout = layout_of(tuple(source.parts for source in self._sources))
-                """The boxes that each rank publishes. Equal versions share one object."""
-            except WeightSyncError as error:
-                raise WeightSyncError(f"weights version {weights.version}: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -121,7 +131,26 @@ class IncomingWeights:
     def _slices_together(
         self, wanted: Sequence[dict[int, list[tuple[str, Copy, int]]]]
     ) -> Iterator[tuple[str, Copy, torch.Tensor]]:
-        """The same as `slices`, for buckets that all ranks of the trainer complete together."""
+        """The same as `slices`, for buckets that all ranks of the trainer complete together. If
+        another receiver dies, all buckets are sent again; the copies that came are not repeated."""
+        taken = 0
+        for attempt in itertools.count(1):
+            try:
+                for bucket in self._buckets_together():
+                    if bucket >= taken:
+                        for source, of in zip(self._sources, wanted, strict=True):
+                            for name, copy, entry in of.get(bucket, ()):
+                                yield name, copy, source.elements(entry, copy)
+                        taken = bucket + 1
+                return
+            except GroupBroken:
+                if self._hung_up or attempt == MOST_PASSES:
+                    raise
+            self.close()
+            self._connect()
+
+    def _buckets_together(self) -> Iterator[int]:
+        """Take part in a pass. Yield the number of each bucket while it is in memory."""
         first = self._sources[0]
         chunks = [source.parts.bucket_bytes for source in self._sources]
         sizes = [max(each) for each in itertools.zip_longest(*chunks, fillvalue=0)]
@@ -130,18 +159,17 @@ class IncomingWeights:
             source.pass_invitation(sizes, invitation)
         memory = first.own_memory
         if memory is not None:
-            self._group = first.join(invitation, len(self._sources))
+            with _broken_by_others():
+                self._group = first.join(invitation, len(self._sources))
         for bucket, num_bytes in enumerate(sizes):
             if self._group is not None and memory is not None and num_bytes:
                 starts = range(0, len(memory), first.chunk_bytes)
-                with first.named():
+                with _broken_by_others(), first.named():
                     self._group.complete([memory[start : start + num_bytes] for start in starts])
             for source in self._sources:
                 while source.next_bucket() is None:
                     pass
-            for source, of in zip(self._sources, wanted, strict=True):
-                for name, copy, entry in of.get(bucket, ()):
-                    yield name, copy, source.elements(entry, copy)
+            yield bucket
             for source in self._sources:
                 source.release_bucket(bucket)
         self._group = None  # complete, so it can be kept
@@ -195,19 +223,29 @@ class IncomingWeights:
 
     def hang_up(self) -> None:
         """End the connections, from any thread. Iterating over slices then raises an error."""
+        self._hung_up = True
         for source in self._sources:
             source.connection.hang_up()
         if (group := self._group) is not None:
             leave_group(group)
 
     def close(self) -> None:
-        if (group := getattr(self, "_group", None)) is not None:
+        if (group := self._group) is not None:
             leave_group(group)  # the other members are at another bucket
         # After an error, the device may still be reading memory that the publisher then reuses.
         if any(source.is_on_device for source in self._sources):
             torch.accelerator.synchronize()
         for source in self._sources:
             source.close()
+
+
+@contextlib.contextmanager
+def _broken_by_others() -> Iterator[None]:
+    """Raise errors of the group as GroupBroken."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise GroupBroken(str(error)) from None
 
 
 # Receiver for modules whose parameters match the checkpoint, whole or sharded by FSDP. vLLM fuses,

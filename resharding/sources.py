@@ -123,6 +123,10 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
         os.close(file)
 
 
+class GroupBroken(WeightSyncError):
+    """Another member has broken the group. The trainer's ranks serve those who connect again."""
+
+
 class RankSource:
     """The publisher of one rank. Raises WeightSyncError if it is gone or has another version."""
 
@@ -362,8 +366,9 @@ class RankSource:
     def _receive_one_of(self, wanted: bytes) -> tuple[bytes, bytes]:
         with self.named():
             kind, content = self.connection.receive()
-        if kind == b"F":
-            raise WeightSyncError(f"{self.where}: {content.decode(errors='replace')}, {self.at}")
+        if kind in b"AF":
+            found = GroupBroken if kind == b"A" else WeightSyncError
+            raise found(f"{self.where}: {content.decode(errors='replace')}, {self.at}")
         if kind not in wanted:
             raise WeightSyncError(f"{self.where}: it sent {kind!r} where {wanted!r} was due, {self.at}")
         return kind, content

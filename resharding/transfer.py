@@ -111,6 +111,8 @@ class _Session:
     turn: _Pass | None = None
     taken: int = 0
     gone: bool = False
+    again: str = ""
+    """Why the receiver is to connect again: another member has broken the group."""
     machine: str = ""
     node: _Node | None = None
     """The receivers on the same machine that share what one of them receives."""
@@ -183,6 +185,8 @@ class Transfer:
         self._turn = _Pass(through=True)
         """The current or last pass."""
         self._filled = 0
+        # A receiver that is late for buckets in common costs another group and pass.
+        self._patience_s = GRACE_S if side is None else NEWS_S
         self._ended = False
         self._failure = ""
         self._checksum: int | None = None
@@ -192,10 +196,16 @@ class Transfer:
     # The filler's thread
 
     def fill(self) -> None:
-        """Run passes until the transfer ends. Receivers and `stop` report its errors."""
+        """Run passes until the transfer ends. Receivers and `stop` report its errors. If a member
+        breaks the group, the others connect again, for another pass."""
         try:
             while members := self._gather():
-                self._fill_pass(members)
+                try:
+                    self._fill_pass(members)
+                except OSError as error:
+                    if self._side is None:
+                        raise
+                    self._break_off(members, str(error))
         except BaseException as error:
             with self._condition:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -213,9 +223,9 @@ class Transfer:
                 members = self._invited()
                 complete = True
             else:
-                # A receiver that is late for buckets in common costs another group and pass.
-                patience_s = GRACE_S if self._side is None else NEWS_S
-                complete = self._condition.wait_for(lambda: self._ended or self._complete(), patience_s)
+                complete = self._condition.wait_for(
+                    lambda: self._ended or self._complete(), self._patience_s
+                )
                 members = self._waiting()
             if self._ended:
                 return []
@@ -232,6 +242,16 @@ class Transfer:
             self._condition.notify_all()
             return members
 
+    def _break_off(self, members: Sequence[_Session], why: str) -> None:
+        assert self._side is not None
+        self._side.leave()
+        with self._condition:
+            self._patience_s = GRACE_S  # one of them is dead, and the others know that they are to come
+            self._expected |= {s.receiver for s in members}
+            for session in members:
+                session.again = why
+            self._condition.notify_all()
+
     def _share_on_nodes(self, members: Sequence[_Session]) -> None:
         """Choose a carrier on each other machine that has several receivers."""
         # Each receiver has its own base of deltas.
@@ -247,10 +267,11 @@ class Transfer:
     def _invited(self) -> list[_Session]:
         """Return the receivers of an invitation once all of them have come to this rank."""
         waiting = self._waiting()
+        latest = {s.member: s for s in self._sessions}
+        lost = {member for member, session in latest.items() if session.gone}
         for invitation in {s.invitation for s in waiting}:
             assert invitation is not None
             members = [s for s in waiting if s.invitation == invitation]
-            lost = {s.member for s in self._sessions if s.gone}
             if {s.member for s in members} | lost >= set(invitation.receivers):
                 return members
         return []
@@ -367,6 +388,7 @@ class Transfer:
             connection.expect(self._num_bytes)
             with self._condition:
                 self._sessions.append(session)
+                self.lost.pop(str(session), None)  # it has come again
                 session.turn = _Pass()  # keep it out of the next pass until its requests are known
             wants = answer()
             if self._side is not None:
@@ -487,7 +509,7 @@ class Transfer:
                 seen, goes_on = self._filled, self._filled > seen
             if why:
                 with contextlib.suppress(OSError):
-                    session.connection.send(b"F", why.encode())
+                    session.connection.send(b"A" if session.again else b"F", why.encode())
                 raise ConnectionAbortedError(why)
             # Keepalives without progress would hide a stuck publisher.
             if goes_on:
@@ -545,8 +567,8 @@ class Transfer:
     def _stops(self, session: _Session) -> str:
         """Return the reason to stop serving a receiver; empty to continue."""
         # A failure in a later pass does not affect receivers whose pass is complete.
-        if self._failure and not session.has_come(lambda turn: turn.through):
-            return self._failure
+        if not session.has_come(lambda turn: turn.through) and (session.again or self._failure):
+            return session.again or self._failure
         return "the publisher has ended the transfer" if self._ended else ""
 
     def _lose(self, session: _Session, error: Exception) -> None:

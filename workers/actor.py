@@ -59,13 +59,12 @@ class ActorConfig(TrainedConfig):
     other machines receive only the elements that changed since their last version, if that takes
     fewer bytes. The leader and these followers then keep a copy of their part of the weights in
     host memory. "nccl": from GPU to GPU, if followers use other GPUs than the leader; one NCCL
-    group of all ranks broadcasts the weights. "gloo": the same between CPUs. With these two, a rank
-    that dies during a transfer ends the run, which you can resume. "ipc": for followers that take
-    turns with the leader on its GPUs; the leader's ranks gather the weights on each GPU with NCCL,
-    and the follower maps them there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc", but through
-    vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower than 1 GB/s,
-    and a GPU transport if copies through host memory take long. The four GPU transports are
-    untested on GPUs."""
+    group of all ranks broadcasts the weights. "gloo": the same between CPUs. "ipc": for followers
+    that take turns with the leader on its GPUs; the leader's ranks gather the weights on each GPU
+    with NCCL, and the follower maps them there. "vllm:nccl" and "vllm:ipc": like "nccl" and "ipc",
+    but through vLLM's own senders, which send whole tensors. Choose "deltas" for networks slower
+    than 1 GB/s, and a GPU transport if copies through host memory take long. The four GPU
+    transports are untested on GPUs."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("transport",))
     retired: ClassVar[Mapping[str, str]] = {

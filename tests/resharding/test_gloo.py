@@ -85,20 +85,32 @@ def test_four_processes_keep_one_group_and_name_who_was_killed(
     answer = four.takers[0].recv()
     given = four.finish("right")
     for _, lost, _ in given:
-        assert "right is gone" in lost["right"] and "buckets of version 4" in lost["right"]
-    if maps:
-        checksum = reduce(add, (Given(4, found, 0) for found, *_ in given)).checksum
-        assert answer[:2] == (checksum, True)
-    else:
-        assert "version 4, rank " in answer and "the group" in answer and " buckets" in answer
+        assert list(lost) == ["right"] and "right is gone" in lost["right"]
+        assert "buckets of version 4" in lost["right"]
+    # The survivor gets everything, in a second pass if the dead one was a member of the group.
+    checksum = reduce(add, (Given(4, found, 0) for found, *_ in given)).checksum
+    assert answer[:2] == (checksum, True)
 
     weights = four.publish(5, ["left"])
     four.takers[0].send((weights, None))
     checksum, right, groups, _ = four.takers[0].recv()
     given = four.finish()
     assert right and checksum == reduce(add, (Given(5, found, 0) for found, *_ in given)).checksum
-    assert groups == (0 if maps else 2)
-    assert [groups for _, _, groups in given] == ([1, 1] if maps else [2, 2])
+    kept = 0 if maps else 2
+    assert groups == kept and [groups for _, _, groups in given] == ([1, 1] if maps else [2, 2])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("copies", [0, 1, 5, 9])
+def test_the_other_receiver_gets_everything_wherever_one_is_killed(four: Four, copies: int) -> None:
+    for version in (1, 2):
+        weights = four.publish(version)
+        four.takers[0].send((weights, None))
+        four.takers[1].send((weights, copies if version == 2 else None))
+        found, right, *_ = four.takers[0].recv()
+        given = four.finish("right" if version == 2 else "")
+        checksum = reduce(add, (Given(version, found, 0) for found, *_ in given)).checksum
+        assert right and found == checksum
 
 
 @pytest.mark.thorough
