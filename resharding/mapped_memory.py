@@ -41,6 +41,8 @@ def release_device_memory(device: torch.device) -> None:
     """Return memory that torch keeps for reuse to the device, where other processes may need it."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()  # memory that receivers have unmapped
+        # A workspace of cuBLAS may lie in a segment as large as an embedding, and keep all of it.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

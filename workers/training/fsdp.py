@@ -29,6 +29,7 @@ from ...dataflow.errors import UserError
 from ...dataflow.metrics import Mean, Metric, Metrics, Sum, merge
 from ...dataflow.runs.files import Disk
 from ...resharding.incoming import IncomingWeights
+from ...resharding.mapped_memory import release_device_memory
 from ...resharding.weights import TensorPart
 from ..dispatch import Coordinates, row_cost_of
 from ..models.images import ImageReader
@@ -473,15 +474,13 @@ class FsdpEngine:
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
-        if self.device.type == "cuda":  # also if only freed memory of passes is there
-            torch.cuda.empty_cache()
+        release_device_memory(self.device)  # also if only freed memory of passes is there
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or self.config.offload == "everything":
             return
         self._sharded.reshard()
         self._copies.move(self.model, self.optimizer, device)
-        torch.cuda.empty_cache()
 
     def close(self) -> None:
         try:
