@@ -295,7 +295,7 @@ def placed(
         host |= {**rest, "gradients": in_pass.pop("gradients")}
         rest = {}
     if on_gpu:
-        host["pinned blocks"] = made.rounding
+        host |= {"pinned blocks": made.rounding, "gradients added": made.added}
     return rest, in_pass, host
 
 

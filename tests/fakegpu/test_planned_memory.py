@@ -98,7 +98,7 @@ def test_pinned_memory_is_as_planned(run_on_fake_gpu: Run, offload: str):
     config = ActorConfig(model="m", dtype="bfloat16", **settings)
     planned = training_memory(_size(row["model"]), config, ranks=1, trains=True, lora=None, saves=False)
     host = placed(planned, config, on_gpu=True)[2]
-    if offload == "everything":  # pageable: moments, and gradients while FSDP adds them up
-        host.pop("moments")
+    if offload == "everything":  # not pinned
+        del host["moments"], host["gradients added"]
     assert made["rows"][0]["offloaded"] < 64 << 20, "the next group on the GPU needs the rest"
     assert made["rows"][0]["pinned"] == pytest.approx(sum(host.values()), rel=0.1)

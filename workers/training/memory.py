@@ -123,8 +123,10 @@ class TrainingMemory:
     snapshot: int
     """On the host, from the first checkpoint on: the copy that a rank writes its files from."""
     rounding: int = 0
-    """On the host of a rank with a GPU: rounding of small pinned blocks, and with offload="everything"
-    the gradients of one unit twice, while FSDP adds them up."""
+    """On the host of a rank with a GPU: rounding of small pinned blocks."""
+    added: int = 0
+    """On the host with offload="everything": another copy of one unit's gradients, which is not
+    pinned, while FSDP adds them up."""
 
     def exchanged_beside(self, activations: int) -> int:
         """Return the bytes that gradients in transit add to the peak of an update."""
@@ -180,6 +182,7 @@ def training_memory(
     weights = (whole * frozen + adapter * FLOAT32) // ranks
     rounds = config.dtype != "float32" and lora is None and trains
     alone = ranks == 1 and config.offload == "everything"
+    gradients = [FLOAT32 * math.prod(shape) // ranks for shape in shapes] if trains else []
     outer, layer = _embeddings(size), (whole - _embeddings(size)) // max(1, size.layers)
     if gathers_once(config, whole):
         at_once = whole
@@ -203,10 +206,15 @@ def training_memory(
         outer_gradients=outer_gradients,
         visiting=min(2 * MOMENTS_BYTES, moments // ranks) if config.offload == "moments" else 0,
         snapshot=(FLOAT32 * trained + moments) // ranks if saves and trains else 0,
-        rounding=_rounding(
-            size, config, ranks, frozen=frozen, trained=shapes if trains else (), lora=lora
-        ),
+        rounding=_rounding(size, config, ranks, frozen=frozen, gradients=gradients, lora=lora),
+        added=_largest_unit(size, shapes, gradients) if config.offload == "everything" else 0,
     )
+
+
+def _largest_unit(size: ModelSize, trained: Sequence[tuple[int, ...]], gradients: Sequence[int]) -> int:
+    """Return the bytes of the gradients of a layer, or of the embeddings if they have more."""
+    outer = sum(own for own, shape in zip(gradients, trained, strict=False) if size.vocabulary in shape)
+    return max(outer, (sum(gradients) - outer) // max(1, size.layers))
 
 
 def _rounding(
@@ -215,24 +223,18 @@ def _rounding(
     ranks: int,
     *,
     frozen: int,
-    trained: Sequence[tuple[int, ...]],
+    gradients: Sequence[int],
     lora: Lora | None,
 ) -> int:
     """Return the host memory that pinning adds to offloaded tensors. `frozen` is the width of the
-    model's parameters; `trained` are the shapes with gradients and moments."""
-
-    def parts(shapes: Iterable[tuple[int, ...]], width: int = FLOAT32) -> list[int]:
-        return [width * math.prod(shape) // ranks for shape in shapes]
-
+    model's parameters; `gradients` are the bytes of each gradient, and of each moment."""
     if config.offload == "moments":
-        return 2 * sum(pinned_bytes(own) - own for own in parts(trained))
+        return 2 * sum(pinned_bytes(own) - own for own in gradients)
     if config.offload != "everything":
         return 0
-    gradients = parts(trained)
-    pinned = parts(size.shapes.values(), frozen) + (gradients if lora is not None else []) + gradients
-    outer = sum(own for own, shape in zip(gradients, trained, strict=True) if size.vocabulary in shape)
-    layer = (sum(gradients) - outer) // max(1, size.layers)
-    return sum(pinned_bytes(own) - own for own in pinned) + max(outer, layer)
+    parameters = [frozen * math.prod(shape) // ranks for shape in size.shapes.values()]
+    pinned = [*parameters, *(gradients if lora is not None else ()), *gradients]
+    return sum(pinned_bytes(own) - own for own in pinned)
 
 
 PINNED_MIB = 16
