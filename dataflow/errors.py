@@ -14,6 +14,7 @@
      │   ├─ StalledError                       rows are in flight, but nothing can run
      │   ├─ StalenessError                     rows are older than the schedule allows
      │   ├─ WeightSyncError                    a receiver's weights differ from the published ones
+     │   │   └─ GroupBroken                    another receiver has broken the group of a transfer; internal
      │   ├─ TakenOverError                     another driver has taken over the run
      │   ├─ RecoveryError                      the log of a run cannot be replayed
      │   │   └─ FormatError                    another version of Weft wrote the log
@@ -193,6 +194,11 @@ class WeightSyncError(RunError):
     """The weights of a receiver differ from the published ones."""
 
     advice = "Nothing was generated with the wrong weights. Continue from the last checkpoint with resume='latest'."
+
+
+class GroupBroken(WeightSyncError):
+    """Another receiver has broken the group of a transfer. The trainer's ranks serve those who
+    connect again."""
 
 
 class TakenOverError(RunError):

@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from ..dataflow.errors import WeightSyncError, nearest
+from ..dataflow.errors import GroupBroken, WeightSyncError, nearest
 from .bucket_group import (
     BucketGroup,
     leave_group,
@@ -35,7 +35,7 @@ from .buckets import (
     start_sum,
 )
 from .connection import SILENCE_S
-from .sources import GroupBroken, RankSource, map_chunks
+from .sources import RankSource, map_chunks
 from .transfer import GRACE_S
 from .weights import (
     CHECKSUM_MODULUS,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..dataflow.errors import WeightSyncError
+from ..dataflow.errors import GroupBroken, WeightSyncError
 from .bucket_group import (
     BucketGroup,
     Invitation,
@@ -121,10 +121,6 @@ def _map_file(path: str, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-class GroupBroken(WeightSyncError):
-    """Another member has broken the group. The trainer's ranks serve those who connect again."""
 
 
 class RankSource:
