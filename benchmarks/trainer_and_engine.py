@@ -39,7 +39,7 @@ def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
     """Run a vLLM engine that answers each weights record with the checksum and samples."""
     from weft.algorithms.sampling import Sampling
     from weft.resharding import sources
-    from weft.workers.generation.engine import GenerationRequest
+    from weft.workers.generation.engine import GenerationRequest, generate
     from weft.workers.generation.vllm_engine import VllmEngine
     from weft.workers.generation.vllm_settings import VllmSettings
 
@@ -52,7 +52,7 @@ def generate(pipe: Any, folder: Path, ranks: int, machine: str) -> None:
     while (weights := pipe.recv()) is not None:
         checksum = engine.update_weights(weights)
         requests = [GenerationRequest(number, prompt) for number, prompt in enumerate(prompts)]
-        found = [r for step in engine.generate(requests, Sampling(max_tokens=8)) for r in step]
+        found = [r for step in generate(engine, requests, Sampling(max_tokens=8)) for r in step]
         rows = [(prompts[r.request_id].tolist(), r.token_ids.tolist()) for r in found]
         pipe.send((checksum, rows, np.concatenate([r.logprobs for r in found])))
     engine.close()

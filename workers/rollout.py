@@ -38,7 +38,7 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import Shape
 from .dispatch import Dispatch
-from .generation.engine import GenerationEngine, GenerationRequest, Response, tokenizer_of
+from .generation.engine import GenerationEngine, GenerationRequest, Response, generate, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
@@ -340,7 +340,7 @@ class RolloutWorker(Worker):
         # Number of unfinished responses per prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
-        steps = self.engine.generate(requests, sampling)
+        steps = generate(self.engine, requests, sampling)
         # `send` raises StopIteration when the engine has finished.
         self._generating += 1
         try:
@@ -404,7 +404,7 @@ class RolloutWorker(Worker):
         prompts = _canary_prompts(self._vocabulary)
         max_tokens = min(_CANARY_RESPONSE_TOKENS, self.max_context - _CANARY_PROMPT_TOKENS)
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
-        steps = self.engine.generate(requests, Sampling(max_tokens=max_tokens, stop=None))
+        steps = generate(self.engine, requests, Sampling(max_tokens=max_tokens, stop=None))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
         dtype = self.config.dtype
         return Canary(

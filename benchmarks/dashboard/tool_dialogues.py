@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +36,38 @@ class Dialogues:
 
     def __init__(self, engine: GenerationEngine, tokenizer: Tokenizer) -> None:
         self._engine, self._tokenizer = engine, tokenizer
+        self._asked: dict[int, tuple[GenerationRequest, Sampling]] = {}
+        self._called: dict[int, tuple[Response, np.ndarray]] = {}
+        """Tickets of second turns -> first turn, and the calculator's answer."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling
-    ) -> Generator[list[Response], Collection[int] | None, None]:
-        """Yield all complete conversations at the end."""
-        said = {
-            one.request_id: one for step in self._engine.generate(requests, sampling) for one in step
-        }
-        answers = {id: self._answer(one) for id, one in said.items()}
-        further = [
-            GenerationRequest(
-                one.request_id, np.concatenate([one.prompt_ids, said[one.request_id].token_ids, answer])
-            )
-            for one in requests
-            if (answer := answers[one.request_id]) is not None
-        ]
-        then = {one.request_id: one for step in self._engine.generate(further, sampling) for one in step}
-        yield [
-            one if id not in then else _joined(one, np.asarray(answers[id]), then[id])
-            for id, one in said.items()
-        ]
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
+        ticket = self._engine.submit(request, sampling)
+        self._asked[ticket] = request, sampling
+        return ticket
+
+    def step(self) -> list[Response]:
+        complete: list[Response] = []
+        for turn in self._engine.step():
+            request, sampling = self._asked.pop(turn.ticket)
+            if turn.ticket in self._called:
+                complete.append(_joined(*self._called.pop(turn.ticket), turn))
+            elif (answer := self._answer(turn)) is None:
+                complete.append(turn)
+            else:
+                ids = np.concatenate([request.prompt_ids, turn.token_ids, answer])
+                ticket = self.submit(replace(request, prompt_ids=ids, seed=None), sampling)
+                self._called[ticket] = turn, answer
+        return complete
+
+    def abort(self, tickets: Collection[int]) -> None:
+        turns = [turn for turn, (first, _) in self._called.items() if first.ticket in tickets]
+        self._engine.abort([*tickets, *turns])
+        for ticket in (*tickets, *turns):
+            self._asked.pop(ticket, None)
+            self._called.pop(ticket, None)
 
     def _answer(self, response: Response) -> np.ndarray | None:
         """Return the tokens that answer a call, or None without a call."""
@@ -82,7 +91,9 @@ def _joined(first: Response, answer: np.ndarray, second: Response) -> Response:
     ids, logprobs, versions = map(
         np.concatenate, zip(parts[0], (answer, *unsampled), parts[1], strict=True)
     )
-    return Response(first.request_id, ids, logprobs, versions, second.finish_reason)
+    return replace(
+        first, token_ids=ids, logprobs=logprobs, versions=versions, finish_reason=second.finish_reason
+    )
 
 
 class DialogueWorker(weft.RolloutWorker):

@@ -26,7 +26,7 @@ def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
     from weft.algorithms.sampling import Sampling
     from weft.dataflow.batch import Batch
     from weft.workers.actor import ActorConfig, ActorWorker
-    from weft.workers.generation.engine import GenerationRequest
+    from weft.workers.generation.engine import GenerationRequest, generate
     from weft.workers.rollout import RolloutConfig, RolloutWorker
 
     folder, engine, dtype, rows = case
@@ -38,7 +38,7 @@ def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 128, int(rng.integers(4, 12))).astype(np.int32) for _ in range(rows)]
     requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
-    steps = rollout.engine.generate(requests, Sampling(max_tokens=48, stop=None))
+    steps = generate(rollout.engine, requests, Sampling(max_tokens=48, stop=None))
     responses = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     rollout.close()
     batch = Batch.of(

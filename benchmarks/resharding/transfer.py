@@ -23,7 +23,7 @@ import torch
 from trainer import RANKS, Timed, Trainer
 
 from weft.algorithms.sampling import Sampling
-from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.engine import GenerationRequest, generate
 
 Seconds = dict[str, float]
 CPU = ", processor"
@@ -206,7 +206,7 @@ class Ways:
             prompts = [
                 GenerationRequest(row, np.arange(2, 10, dtype=np.int32), seed=row) for row in range(4)
             ]
-            for _ in self._engine.generate(prompts, sampling):
+            for _ in generate(self._engine, prompts, sampling):
                 yield
 
     def _split(self, published: list[Seconds], taken: float, spent: Seconds) -> Seconds:

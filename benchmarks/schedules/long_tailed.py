@@ -22,7 +22,7 @@ from weft.algorithms.grpo import grpo
 from weft.algorithms.sampling import Sampling
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
-from weft.workers.generation.engine import GenerationRequest, StopCheck
+from weft.workers.generation.engine import GenerationRequest, Response
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import Context, remote
@@ -53,19 +53,20 @@ class LongTailedEngine(VllmEngine):
         self._ended: float | None = None
         self._slots = config.max_num_seqs
 
-    def _add(self, request: GenerationRequest, sampling: Sampling, ends: StopCheck | None) -> str:
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         assert request.seed is not None
         length = response_length(request.seed, *self._lengths, sampling.max_tokens)
-        return super()._add(request, sampling.model_copy(update={"max_tokens": length}), ends)
+        return super().submit(request, sampling.model_copy(update={"max_tokens": length}))
 
-    def _step(self) -> None:
+    def step(self) -> list[Response]:
         number, started = min(self.num_unfinished, self._slots), time.perf_counter()
         if self._ended is not None:
             self.between_s.append(started - self._ended)
-        super()._step()
+        found = super().step()
         ended = time.perf_counter()
         self.steps_s.setdefault(number, []).append(ended - started)
         self._ended = ended if self.num_unfinished else None
+        return found
 
 
 def response_length(seed: int, median: float, sigma: float, longest: int) -> int:

@@ -451,12 +451,12 @@ def _responses(
     import numpy as np
 
     from ...algorithms.sampling import Sampling
-    from ...workers.generation.engine import GenerationRequest
+    from ...workers.generation.engine import GenerationRequest, generate
 
     prompts = [[5 + row % 200, 6, 7 + row % 199] for row in range(number)]
     ids = [np.array(prompt, np.int32) for prompt in prompts]
     requests = [GenerationRequest(row, own, seed=row) for row, own in enumerate(ids)]
-    steps = list(rollout.engine.generate(requests, Sampling(max_tokens=tokens, stop=None)))
+    steps = list(generate(rollout.engine, requests, Sampling(max_tokens=tokens, stop=None)))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     return prompts, found, len(steps)
 

@@ -14,7 +14,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import WeightSyncError
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
-from weft.workers.generation.engine import GenerationRequest, Response
+from weft.workers.generation.engine import GenerationRequest, Response, generate
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.training.adapter import adapter_of, serve_adapter
@@ -80,9 +80,9 @@ def _slots(worker: Any) -> Any:
     return worker.model_runner.lora_manager._adapter_manager
 
 
-def generate(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
+def sampled(engine: VllmEngine, prompt: list[int], tokens: int = 12) -> Any:
     request = GenerationRequest(0, np.array(prompt, np.int32), seed=1)
-    return engine.generate([request], Sampling(max_tokens=tokens, stop=None))
+    return generate(engine, [request], Sampling(max_tokens=tokens, stop=None))
 
 
 @pytest.mark.thorough
@@ -99,9 +99,9 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(
             2,
         ):  # the second time, the prefix cache holds the first version
             assert engine.update_weights(publish(policy, publisher, version)) == publisher.finish()
-            (response,) = [one for step in generate(engine, prompt) for one in step]
+            (response,) = [one for step in sampled(engine, prompt) for one in step]
             assert gap(policy, prompt, response) < 1e-4 and set(response.versions.tolist()) == {version}
-        under_way = generate(engine, prompt, tokens=24)
+        under_way = sampled(engine, prompt, tokens=24)
         for _ in range(8):
             assert next(under_way) == []
         engine.update_weights(publish(policy, publisher, 3))
@@ -109,7 +109,7 @@ def test_vllm_serves_each_version_of_an_adapter_and_never_two_at_once(
         assert sorted(set(response.versions.tolist())) == [2, 3], (
             "what is under way goes on under the new version"
         )
-        (after,) = [one for step in generate(engine, prompt) for one in step]
+        (after,) = [one for step in sampled(engine, prompt) for one in step]
         assert gap(policy, prompt, after) < 1e-4
         managers: Any = engine._engine.collective_rpc(_slots)  # pyright: ignore[reportArgumentType]
         manager = managers[0]

@@ -175,7 +175,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
     import numpy as np
 
     from weft.algorithms.sampling import Sampling
-    from weft.workers.generation.engine import GenerationRequest
+    from weft.workers.generation.engine import GenerationRequest, generate
     from weft.workers.generation.vllm_engine import VllmEngine
 
     settings = VllmSettings(max_num_seqs=8, kv_cache_gib=0.05, tensor_parallel=size)
@@ -187,7 +187,7 @@ def check_engine(folder: Path, tensors: Tensors, *, size: int = 1) -> None:
         ]
         found = [
             each
-            for part in engine.generate(requests, Sampling(max_tokens=16, stop=None))
+            for part in generate(engine, requests, Sampling(max_tokens=16, stop=None))
             for each in part
         ]
         return [

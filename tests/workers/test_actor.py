@@ -20,7 +20,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.engine import GenerationRequest, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.worker import Context
@@ -87,7 +87,7 @@ def test_the_gap_in_bfloat16_is_smaller_than_its_rounding(tiny_model: Path):
     engine = TransformersEngine(str(tiny_model), dtype="bfloat16")
     prompts = np.random.default_rng(0).integers(3, 97, (24, 5))
     requests = [GenerationRequest(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
-    said = [each for some in engine.generate(requests, Sampling(max_tokens=12)) for each in some]
+    said = [each for some in generate(engine, requests, Sampling(max_tokens=12)) for each in some]
     rows = Batch.of(
         prompt_ids=[prompts[each.request_id] for each in said],
         response_ids=[each.token_ids for each in said],

@@ -16,7 +16,7 @@ from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, UserError
 from weft.workers.actor import ActorConfig, ActorWorker, agree_on_adapters
-from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.engine import GenerationRequest, generate
 from weft.workers.reference import ReferenceWorker
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.training.lora import Lora
@@ -163,7 +163,7 @@ def test_nothing_is_generated_before_the_first_adapter_has_come(tiny_model: Path
     rollout = RolloutWorker(RolloutConfig(model=str(tiny_model), engine="transformers", adapter=lora))
     requests = [GenerationRequest(0, torch.tensor([5, 6]).numpy(), seed=0)]
     with pytest.raises(GenerationError, match="no complete version of the weights has arrived"):
-        next(rollout.engine.generate(requests, weft.Sampling(max_tokens=2)))
+        next(generate(rollout.engine, requests, weft.Sampling(max_tokens=2)))
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -175,7 +175,7 @@ def test_a_served_adapter_has_the_trainers_log_probabilities(tiny_model: Path, d
     rollout.receive_weights(worker.publish_weights(3))
     requests = [GenerationRequest(0, torch.tensor([5, 6, 7], dtype=torch.int32).numpy(), seed=0)]
     (found,) = [
-        r for step in rollout.engine.generate(requests, weft.Sampling(max_tokens=16)) for r in step
+        r for step in generate(rollout.engine, requests, weft.Sampling(max_tokens=16)) for r in step
     ]
     batch = Batch.of(prompt_ids=[[5, 6, 7]], response_ids=[found.token_ids.tolist()])
     mine = worker.logprobs(batch, into="x")["x"].to_pylist()[0]

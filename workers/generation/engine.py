@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ...algorithms.sampling import Sampling
+from ...dataflow.errors import GenerationError
 from ...dataflow.prompts.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -17,18 +20,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """The form that the text of a response must have. Only vLLM can enforce it.
+
+    The engine masks all other tokens, and reports log-probabilities of the masked distribution.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: Any
+    """A JSON schema (as a mapping or text), a regular expression, a list of texts, or an EBNF
+    grammar."""
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     request_id: int
+    """The caller's number, which errors and the response repeat."""
     prompt_ids: np.ndarray
     """[P] int32 token ids, with one placeholder for each image."""
     seed: int | None = None
     """Equal seeds, weights and prompts give equal tokens. If None, the engine chooses a seed."""
     images: Sequence[Any] = ()
     """Encoded images, as bytes or buffers. Only engines with an image processor accept them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop tokens in addition to the model's. `Sampling(stop=None)` ignores both."""
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Response:
+    ticket: int
+    """Number that `GenerationEngine.submit` gave the request."""
     request_id: int
     token_ids: np.ndarray
     """[L] int32 token ids, including the stop token."""
@@ -48,24 +70,43 @@ NOT_WHOLE = (
 )
 """Error of an engine that must not generate, because its weights are not one complete version."""
 
-Responses = Generator[list[Response], Collection[int] | None, None]
-"""Yields responses as they finish. Send it the ids of requests to abort."""
-
 
 class GenerationEngine(Protocol):
-    """Samples responses, and loads new weights between decoding steps."""
+    """Samples responses, and loads new weights between decoding steps.
+
+    Requests of all callers decode together, whenever they were submitted and whatever their
+    settings. An engine without other callers is used like this:
+
+        ticket = engine.submit(GenerationRequest(0, prompt_ids), Sampling(max_tokens=8))
+        while engine.num_unfinished:
+            for response in engine.step():
+                print(response.ticket, response.token_ids)
+
+    Callers that share an engine use `generate` or `Requests` instead.
+    """
 
     version: int
     """Policy version of the next step's weights; 0 means the weights in the model's folder."""
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """Sample one response to each request. After each decoding step, yield the list of
-        responses that finished in it, which may be empty.
+    @property
+    def num_unfinished(self) -> int:
+        """Number of submitted requests that `step` has not returned."""
+        ...
 
-        The engine admits all requests before the first step. The caller may call `update_weights`
-        between two items; requests then continue under the new version. Closing the generator
-        aborts all unfinished requests; sending it request ids aborts those. Raises a
-        GenerationError if the engine rejects a request or fails."""
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
+        """Queue a request. Return its ticket, which no other request to the engine has. Raises a
+        GenerationError if the engine rejects the request."""
+        ...
+
+    def step(self) -> list[Response]:
+        """Admit waiting requests, decode a token of each admitted one, and return the responses that
+        finished; [] if there is nothing to decode. The caller may call `update_weights` between two
+        steps; requests then continue under the new version. Raises a GenerationError if the engine
+        fails."""
+        ...
+
+    def abort(self, tickets: Collection[int]) -> None:
+        """Drop these requests. Ignores tickets that `step` has returned or that are unknown."""
         ...
 
     def weight_bytes(self) -> int:
@@ -98,6 +139,88 @@ class GenerationEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+# Requests of several callers in one engine
+
+
+class Requests:
+    """One caller's requests to an engine that others use too. Each caller receives the responses to
+    its own requests, even if another caller's `step` finished them.
+
+        with closing(Requests(engine)) as own:
+            own.submit(request, sampling)
+            while own.num_unfinished:
+                for response in own.step():
+                    print(response.token_ids)
+    """
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._tickets: set[int] = set()
+        self._finished = _finished.setdefault(engine, {})
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of the caller's requests that `step` has not returned."""
+        return len(self._tickets)
+
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
+        """See `GenerationEngine.submit`."""
+        ticket = self._engine.submit(request, sampling)
+        self._tickets.add(ticket)
+        return ticket
+
+    def step(self) -> list[Response]:
+        """Return the caller's finished responses, in order of their tickets. Decodes a step first,
+        unless other callers' steps have finished some."""
+        if self._tickets and self._tickets.isdisjoint(self._finished):
+            if not self._engine.num_unfinished:
+                raise GenerationError(
+                    f"the engine dropped {len(self._tickets)} requests, because an earlier step failed"
+                )
+            for response in self._engine.step():
+                self._finished[response.ticket] = response
+        done = sorted(self._tickets & self._finished.keys())
+        self._tickets.difference_update(done)
+        return [self._finished.pop(ticket) for ticket in done]
+
+    def abort(self, tickets: Collection[int]) -> None:
+        """Drop these of the caller's requests."""
+        own = self._tickets.intersection(tickets)
+        self._engine.abort(own)
+        self._tickets -= own
+        for ticket in own:
+            self._finished.pop(ticket, None)
+
+    def close(self) -> None:
+        """Drop all of the caller's requests."""
+        self.abort(self._tickets)
+
+
+_finished: WeakKeyDictionary[GenerationEngine, dict[int, Response]] = WeakKeyDictionary()
+"""Responses of each engine, by ticket, that their callers have not taken."""
+
+Responses = Generator[list[Response], Collection[int] | None, None]
+"""Yields responses as they finish. Send it the ids of requests to abort."""
+
+
+def generate(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest], sampling: Sampling
+) -> Responses:
+    """Sample one response to each request. After each decoding step, yield the list of responses
+    that finished in it, which may be empty.
+
+    Submits all requests before the first step. Several generators may be open at once. Closing one
+    aborts its unfinished requests; sending it `request_id`s aborts those. Raises the errors of
+    `submit` and `step`.
+    """
+    with closing(Requests(engine)) as own:
+        ids = {own.submit(request, sampling): request.request_id for request in requests}
+        while own.num_unfinished:
+            unwanted = set((yield own.step()) or ())
+            if unwanted:
+                own.abort([ticket for ticket, number in ids.items() if number in unwanted])
 
 
 # Stop strings. All engines share this code, so they all end a response at the same token.

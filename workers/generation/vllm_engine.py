@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ...resharding.weights import Weights
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import NOT_WHOLE, GenerationRequest, Response, Responses, StopCheck, stop_check_of
+from .engine import NOT_WHOLE, GenerationRequest, Response, StopCheck, stop_check_of
 from .vllm_settings import VllmSettings, has_flashinfer_kernels
 
 if TYPE_CHECKING:
@@ -91,9 +91,12 @@ class VllmEngine:
         self._stop_tokens = read_stop_tokens(model)
         self._model_folder = model
         self._requests: dict[str, _Request] = {}
-        """Unfinished requests, keyed by their names in vLLM."""
-        self._numbers = itertools.count()
-        self._finished: dict[str, Response] = {}
+        """Requests that vLLM has not finished, keyed by their names in vLLM."""
+        self._tickets = itertools.count()
+        self._finished: list[Response] = []
+        """Responses for the next `step` to return."""
+        self._salt = 0
+        """Number of weight updates. Prompts share cached blocks only under equal salts."""
         on_gpu = torch.cuda.is_available()
         self._routes = routes
         self._images = images
@@ -140,31 +143,61 @@ class VllmEngine:
                     f"routes=True: vLLM cannot record the routes of {model}: {error}"
                 ) from error
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Responses:
-        """See `GenerationEngine`. Several generators may be open at the same time."""
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests) + len(self._finished)
+
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
             self._sleeping.wake()
-        waiting: set[str] = set()
-        ends = stop_check_of(sampling, self._model_folder)
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+        if len(request.images):
+            if self._images is None:
+                raise GenerationError(
+                    f"request {request.request_id} has images, but the model reads text alone"
+                )
+            prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
+        if self._prefix_caching:
+            prompt["cache_salt"] = str(self._salt)
+        if request.structure is not None:
+            self._prepare_structure(request, sampling)
+        ticket = next(self._tickets)
         try:
-            for request in requests:
-                waiting.add(self._add(request, sampling, ends))
-            while waiting:
-                done = waiting & self._finished.keys()
-                if not done:
-                    self._step()
-                    done = waiting & self._finished.keys()
-                waiting -= done
-                given_up = yield [self._finished.pop(key) for key in sorted(done, key=int)]
-                if given_up:
-                    own = self._requests
-                    unwanted = {key for key in waiting & own.keys() if own[key].request_id in given_up}
-                    self._abort(unwanted)
-                    waiting -= unwanted
-        finally:
-            self._abort(waiting)
+            parameters, adapter = self._parameters(request, sampling), self._adapter_request
+            name = self._engine.add_request(str(ticket), prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
+            if request.structure is not None:
+                self._check_grammar(name)
+        except Exception as error:
+            self._engine.abort_request([str(ticket)])
+            raise GenerationError(f"vLLM refuses request {request.request_id}: {error}") from error
+        seen = None
+        if self._images is not None and len(request.images):
+            seen = self._images.read(request.prompt_ids, request.images).ids
+        ends = stop_check_of(sampling, self._model_folder)
+        self._requests[str(ticket)] = _Request(
+            ticket, request.request_id, seen, ends, sampling.min_tokens
+        )
+        return ticket
+
+    def step(self) -> list[Response]:
+        if not self._finished and self._requests:  # `_drain` may have finished some
+            if not self._whole:
+                raise GenerationError(NOT_WHOLE)
+            self._step()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, tickets: Collection[int]) -> None:
+        keys = [key for key in map(str, tickets) if key in self._requests]
+        if keys:
+            self._engine.abort_request(keys)
+            # Discard their routes: the recorder forgets a request only when its routes are taken.
+            self._take_routes(keys)
+        for key in keys:
+            del self._requests[key]
+        self._finished = [one for one in self._finished if one.ticket not in tickets]
 
     def weight_bytes(self) -> int:
         return sum(self._engine.collective_rpc("weft_weight_bytes"))
@@ -188,6 +221,7 @@ class VllmEngine:
         """See `GenerationEngine`. The parts of all ranks must add up to the published version."""
         self._drain()
         self._whole = False
+        self._salt += 1
         if weights.backend:
             checksum = self._take_by_vllm(weights)
         elif self._adapter is None:
@@ -197,13 +231,20 @@ class VllmEngine:
         self._whole = True
         if self._images is not None:
             self._engine.reset_encoder_cache()  # features cached under the previous weights
-        if self._prefix_caching and self.num_unfinished:
-            # A waiting request has the salt of the previous version, but must not reuse its blocks.
-            cache = self._core.scheduler.kv_cache_manager
-            cache.evict_blocks(set(range(len(cache.block_pool.blocks))))
+        if self._prefix_caching:
+            self._salt_waiting_requests()
         self._engine.set_weight_version(_version_name(weights.version))
         self.version = weights.version
         return checksum
+
+    def _salt_waiting_requests(self) -> None:
+        """Salt requests that have computed nothing for the new weights. The others keep their salt:
+        they continue to fill blocks with keys of both versions, which no later request may find."""
+        for request in self._core.scheduler.requests.values():
+            if not request.num_computed_tokens:
+                request.cache_salt = str(self._salt)
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     @contextlib.contextmanager
     def _as_weight_sync_error(self, what: str, weights: Weights) -> Iterator[None]:
@@ -297,58 +338,58 @@ class VllmEngine:
         client: Any = self._engine.engine_core
         return client.engine_core
 
-    @property
-    def num_unfinished(self) -> int:
-        return self._engine.get_num_unfinished_requests()
-
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _abort(self, keys: set[str]) -> None:
-        if keys:
-            self._engine.abort_request(list(keys))
-            # Discard their routes: the recorder forgets a request only when its routes are taken.
-            self._take_routes(list(keys))
-        for key in keys:
-            self._requests.pop(key, None)
-            self._finished.pop(key, None)
+    def _check_grammar(self, name: str) -> None:
+        grammar = self._core.scheduler.requests[name].structured_output_request.grammar
+        if isinstance(grammar, Exception):
+            raise grammar
 
-    def _add(self, request: GenerationRequest, sampling: Sampling, ends: StopCheck | None) -> str:
-        key = str(next(self._numbers))
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-        if len(request.images):
-            if self._images is None:
-                raise GenerationError(
-                    f"request {request.request_id} has images, but the model reads text alone"
-                )
-            prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
-        if self._prefix_caching:
-            # never reuse the KV cache of another version
-            prompt["cache_salt"] = _version_name(self.version)
+    def _prepare_structure(self, request: GenerationRequest, sampling: Sampling) -> None:
+        """Give vLLM the tokenizer in the model's folder, which it needs for structured output alone."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        if sampling.stop is None:
+            raise GenerationError(
+                f"request {request.request_id} asks for structured output, but Sampling(stop=None) ignores its end"
+            )
+        if self._engine.renderer.tokenizer is not None:
+            return
+        config: Any = self._engine.model_config
+        config.skip_tokenizer_init = False
         try:
-            parameters, adapter = self._parameters(sampling, request.seed), self._adapter_request
-            self._engine.add_request(key, prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
+            tokenizer = cached_tokenizer_from_config(config)
         except Exception as error:
-            raise GenerationError(f"vLLM refuses request {request.request_id}: {error}") from error
-        seen = None
-        if self._images is not None and len(request.images):
-            seen = self._images.read(request.prompt_ids, request.images).ids
-        self._requests[key] = _Request(request.request_id, seen, ends, sampling.min_tokens)
-        return key
+            raise GenerationError(
+                f"request {request.request_id} asks for structured output, which needs the model's tokenizer: {error}"
+            ) from error
+        finally:
+            config.skip_tokenizer_init = True
+        manager = self._core.structured_output_manager
+        # Compile grammars while requests are added: a grammar's error then belongs to its request.
+        manager.tokenizer, manager._use_async_grammar_compilation = tokenizer, False
+        # vLLM would add the tokenizer's end token to the stop tokens of all requests.
+        renderer: Any = self._engine.renderer
+        renderer.tokenizer, renderer.get_eos_token_id = tokenizer, lambda: None
 
-    def _parameters(self, sampling: Sampling, seed: int | None) -> Any:
+    def _parameters(self, request: GenerationRequest, sampling: Sampling) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        structure = request.structure
+        stops = {*self._stop_tokens, *request.stop_token_ids}
         return SamplingParams(
             max_tokens=sampling.max_tokens,
             min_tokens=0 if sampling.stop is None else sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=seed,
+            seed=request.seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
-            stop_token_ids=[] if sampling.stop is None else list(self._stop_tokens),
+            stop_token_ids=[] if sampling.stop is None else sorted(stops),
+            structured_outputs=structure
+            and StructuredOutputsParams(**{structure.kind: structure.value}),
             # Request no alternatives; vLLM still returns the log-probability of the sampled token.
             logprobs=0,
             flat_logprobs=True,
@@ -370,11 +411,11 @@ class VllmEngine:
             self._look_for_stop(output)  # pyright: ignore[reportArgumentType]
         finished: list[Any] = [output for output in outputs if output.finished]
         taken = self._take_routes([output.request_id for output in finished]) if finished else []
-        for output, recorded in zip(finished, taken, strict=True):
-            request = self._requests.pop(output.request_id, None)
+        ended = [self._requests.pop(output.request_id, None) for output in finished]
+        for output, request, recorded in zip(finished, ended, taken, strict=True):
             if request is not None:
                 routes = recorded if self._records_routes else output.outputs[0].routed_experts
-                self._finished[output.request_id] = self._response(output, request, routes)
+                self._finished.append(self._response(output, request, routes))
 
     def _drain(self) -> None:
         """Finish the steps that vLLM has started but not returned, and start no other. Their tokens
@@ -407,12 +448,15 @@ class VllmEngine:
             return
         self._engine.abort_request([output.request_id])
         del self._requests[output.request_id]
-        self._finished[output.request_id] = Response(
-            request_id=request.request_id,
-            token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
-            versions=np.asarray(request.versions, dtype=np.int32),
-            finish_reason="stop",
+        self._finished.append(
+            Response(
+                ticket=request.ticket,
+                request_id=request.request_id,
+                token_ids=np.asarray(token_ids, dtype=np.int32),
+                logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
+                versions=np.asarray(request.versions, dtype=np.int32),
+                finish_reason="stop",
+            )
         )
 
     def _take_routes(self, keys: list[str]) -> list[np.ndarray | None]:
@@ -430,18 +474,19 @@ class VllmEngine:
                 f"makes {len(own)} different ones"
             )
         if not self._routes:
-            return _response(output, request_id)
+            return _response(output, request)
         computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
         if routes is None or len(routes) != computed:
             found = "none" if routes is None else str(len(routes))
             raise GenerationError(
                 f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens"
             )
-        return replace(_response(output, request_id), routes=routes.astype(np.uint16))
+        return replace(_response(output, request), routes=routes.astype(np.uint16))
 
 
 @dataclass
 class _Request:
+    ticket: int
     request_id: int
     seen_prompt: np.ndarray | None
     """Prompt tokens including those of images; None if there are no images."""
@@ -451,10 +496,12 @@ class _Request:
     """The version that sampled each token; recorded only with stop strings."""
 
 
-def _response(output: RequestOutput, request_id: int) -> Response:
+def _response(output: RequestOutput, request: _Request) -> Response:
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
-        raise GenerationError(f"vLLM ended request {request_id} with {completion.finish_reason!r}")
+        raise GenerationError(
+            f"vLLM ended request {request.request_id} with {completion.finish_reason!r}"
+        )
     versions = np.full(len(completion.token_ids), -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = (
@@ -463,10 +510,11 @@ def _response(output: RequestOutput, request_id: int) -> Response:
         )
     if (versions < 0).any():
         raise GenerationError(
-            f"vLLM did not report which weights sampled all tokens of request {request_id}"
+            f"vLLM did not report which weights sampled all tokens of request {request.request_id}"
         )
     return Response(
-        request_id=request_id,
+        ticket=request.ticket,
+        request_id=request.request_id,
         token_ids=np.asarray(completion.token_ids, dtype=np.int32),
         logprobs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # pyright: ignore
         versions=versions,

@@ -1,10 +1,18 @@
-"""The model for tests of both engines."""
+"""The model for tests of both engines, with requests to it and checks of their responses."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+
+from weft.algorithms.sampling import Sampling
+from weft.resharding.publisher import WeightPublisher
+from weft.resharding.weights import Weights, whole
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, generate
 
 VOCABULARY = 32
 STOP = 1
@@ -33,3 +41,73 @@ def save_model(folder: Path, *, tied: bool = True, context: int = CONTEXT) -> Pa
     )
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
     return folder
+
+
+def prompts_of(count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
+
+
+def straight_logprobs(
+    model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling
+) -> torch.Tensor:
+    """`[L, V]` log-probabilities of every token at every response position, without cache or batch.
+
+    Truncation follows its definition token by token, to be independent of the engine's code.
+    """
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().clone()
+    for position in range(0 if sampling.stop is None else min(sampling.min_tokens, len(logits))):
+        logits[position, STOP] = -torch.inf
+    if sampling.temperature:
+        logits /= sampling.temperature
+    for row in (
+        logits if sampling.temperature else ()
+    ):  # a greedy token stays the likeliest under any truncation
+        order = row.argsort(descending=True)
+        if sampling.top_k:
+            row[order[sampling.top_k :]] = -torch.inf
+        reached = 0.0
+        probabilities = row.softmax(-1)
+        for token in order.tolist():
+            if reached >= sampling.top_p:
+                row[token] = -torch.inf
+            reached += float(probabilities[token])
+    return logits.log_softmax(-1)
+
+
+def largest_and_mean_gap(
+    model: Any, requests: Iterable[GenerationRequest], responses: Iterable[Response], sampling: Sampling
+) -> tuple[float, float]:
+    """Return the largest and mean difference of reported logprobs from plain forward passes."""
+    prompts = {request.request_id: request.prompt_ids for request in requests}
+    gaps = []
+    for response in responses:
+        logprobs = straight_logprobs(model, prompts[response.request_id], response.token_ids, sampling)
+        chosen = logprobs.gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0].numpy()
+        gaps.append(np.abs(chosen - response.logprobs))
+    return float(np.concatenate(gaps).max()), float(np.concatenate(gaps).mean())
+
+
+def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
+    """Publish the model's weights, multiplied by `scale`."""
+    return publisher.publish(
+        whole({name: p.detach() * scale for name, p in model.named_parameters()}), version
+    )
+
+
+def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(row * samples + index, ids, seed=1000 * row + index)
+        for row, ids in enumerate(prompts)
+        for index in range(samples)
+    ]
+
+
+def all_of(
+    engine: GenerationEngine, requests: list[GenerationRequest], sampling: Sampling
+) -> dict[int, Response]:
+    found = [response for step in generate(engine, requests, sampling) for response in step]
+    assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
+    return {r.request_id: r for r in found}

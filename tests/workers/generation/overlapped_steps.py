@@ -18,7 +18,7 @@ from with_model_runner_v2 import allow_model_runner_v2
 from weft.algorithms.sampling import Sampling
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
-from weft.workers.generation.engine import GenerationRequest, Response
+from weft.workers.generation.engine import GenerationRequest, Response, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -60,7 +60,7 @@ def start(overlap: bool) -> VllmEngine:
 
 
 def sampled(engine: VllmEngine, sampling: Sampling) -> list[Response]:
-    found = [one for step in engine.generate(REQUESTS, sampling) for one in step]
+    found = [one for step in generate(engine, REQUESTS, sampling) for one in step]
     return sorted(found, key=lambda one: one.request_id)
 
 
@@ -106,7 +106,7 @@ def run(overlap: bool) -> dict[str, Any]:
     # Updates in the middle. The second time, the cache is built again with the new weights, so that
     # plain forward passes give the same log-probabilities.
     for version in (1, 2):
-        steps = engine.generate(REQUESTS, Sampling(max_tokens=8, stop=None))
+        steps = generate(engine, REQUESTS, Sampling(max_tokens=8, stop=None))
         changed = [one for _ in range(5) for one in next(steps)]
         found["in_flight"].append(in_flight())
         engine.update_weights(publish(model, publisher, version))
@@ -119,7 +119,7 @@ def run(overlap: bool) -> dict[str, Any]:
     found["gaps"] += [gap(model, one) for one in changed]
 
     # Cancelled in the middle, with a step in flight.
-    steps = engine.generate(REQUESTS, Sampling(max_tokens=8, stop=None))
+    steps = generate(engine, REQUESTS, Sampling(max_tokens=8, stop=None))
     cancelled = [one for _ in range(3) for one in next(steps)]
     cancelled += steps.send([0, 5])
     cancelled += [one for step in steps for one in step]

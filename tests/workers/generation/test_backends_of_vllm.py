@@ -27,7 +27,7 @@ from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.vllm_control import Receivers
 from weft.resharding.weights import Given, Weights, whole
-from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.engine import GenerationRequest, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -119,7 +119,7 @@ def largest_gap(engine: VllmEngine, folder: Path, tensors: dict[str, np.ndarray]
     """Return the largest logprob difference from a `transformers` model with these tensors.
     [nats]"""
     requests = [GenerationRequest(n, np.arange(3, 6 + n, dtype=np.int32), seed=n) for n in range(3)]
-    responses = [r for step in engine.generate(requests, Sampling(max_tokens=12)) for r in step]
+    responses = [r for step in generate(engine, requests, Sampling(max_tokens=12)) for r in step]
     model: Any = TransformersEngine(str(folder)).model
     model.load_state_dict(
         {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, strict=False
@@ -169,8 +169,8 @@ def test_a_corrupted_tensor_is_named_and_blocks_sampling_until_a_full_version(
     assert trainer.end() == [None] * RANKS
     with pytest.raises(GenerationError, match="no complete version"):
         next(
-            engine.generate(
-                [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
+            generate(
+                engine, [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
             )
         )
     trainer.all("change", 0.5)
@@ -221,8 +221,8 @@ def test_an_update_that_ends_in_the_middle_leaves_an_engine_that_takes_the_next(
     )
     with pytest.raises(GenerationError, match="no complete version"):
         next(
-            engine.generate(
-                [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
+            generate(
+                engine, [GenerationRequest(0, np.arange(3, 6, dtype=np.int32))], Sampling(max_tokens=2)
             )
         )
     trainer.all("use", "memfd")

@@ -17,6 +17,7 @@ from weft.workers.generation.engine import (
     GenerationEngine,
     GenerationRequest,
     Response,
+    generate,
     stop_check,
     stop_check_of,
 )
@@ -25,20 +26,6 @@ from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 LETTERS = "abcdefgh"
 STOPS = ("ab", "c", "hgf")
-
-
-@pytest.fixture
-def with_tokenizer(folder: Path) -> Path:
-    """Add a tokenizer to the model's folder: two letters per token in the upper half, one in the
-    lower."""
-    if not (folder / "tokenizer.json").exists():
-        texts = ["<pad>", "<stop>", "<bos>", *"defgh", *(a + b for a in "abcdef" for b in "abde")]
-        tokenizer = Tokenizer(
-            models.WordLevel({text: i for i, text in enumerate(texts[:VOCABULARY])}, "<pad>")
-        )
-        tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-        tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -53,7 +40,7 @@ def responses_of(engine: GenerationEngine, sampling: Sampling) -> list[Response]
     prompts = [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(12)]
     requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
     return sorted(
-        (r for batch in engine.generate(requests, sampling) for r in batch), key=lambda r: r.request_id
+        (r for batch in generate(engine, requests, sampling) for r in batch), key=lambda r: r.request_id
     )
 
 

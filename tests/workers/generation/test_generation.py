@@ -11,127 +11,35 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_model import CONTEXT, STOP, VOCABULARY
+from engine_model import (
+    CONTEXT,
+    STOP,
+    VOCABULARY,
+    all_of,
+    largest_and_mean_gap,
+    prompts_of,
+    published,
+    requests_of,
+    straight_logprobs,
+)
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding import sources, transfer
 from weft.resharding.publisher import WeightPublisher
-from weft.resharding.weights import Weights, whole
-from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
+from weft.resharding.weights import whole
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.rollout import RolloutWorker
-
-
-def prompts_of(count: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(3, VOCABULARY, 3 + row % 7).astype(np.int32) for row in range(count)]
-
-
-def straight_logprobs(
-    model: Any, prompt: np.ndarray, response: np.ndarray, sampling: Sampling
-) -> torch.Tensor:
-    """`[L, V]` log-probabilities of every token at every response position, without cache or batch.
-
-    Truncation follows its definition token by token, to be independent of the engine's code.
-    """
-    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().clone()
-    for position in range(0 if sampling.stop is None else min(sampling.min_tokens, len(logits))):
-        logits[position, STOP] = -torch.inf
-    if sampling.temperature:
-        logits /= sampling.temperature
-    for row in (
-        logits if sampling.temperature else ()
-    ):  # a greedy token stays the likeliest under any truncation
-        order = row.argsort(descending=True)
-        if sampling.top_k:
-            row[order[sampling.top_k :]] = -torch.inf
-        reached = 0.0
-        probabilities = row.softmax(-1)
-        for token in order.tolist():
-            if reached >= sampling.top_p:
-                row[token] = -torch.inf
-            reached += float(probabilities[token])
-    return logits.log_softmax(-1)
-
-
-def largest_and_mean_gap(
-    model: Any, requests: Iterable[GenerationRequest], responses: Iterable[Response], sampling: Sampling
-) -> tuple[float, float]:
-    """Return the largest and mean difference of reported logprobs from plain forward passes."""
-    prompts = {request.request_id: request.prompt_ids for request in requests}
-    gaps = []
-    for response in responses:
-        logprobs = straight_logprobs(model, prompts[response.request_id], response.token_ids, sampling)
-        chosen = logprobs.gather(-1, torch.from_numpy(response.token_ids).long()[:, None])[:, 0].numpy()
-        gaps.append(np.abs(chosen - response.logprobs))
-    return float(np.concatenate(gaps).max()), float(np.concatenate(gaps).mean())
-
-
-def published(model: Any, publisher: WeightPublisher, *, version: int, scale: float) -> Weights:
-    """Publish the model's weights, multiplied by `scale`."""
-    return publisher.publish(
-        whole({name: p.detach() * scale for name, p in model.named_parameters()}), version
-    )
-
-
-@pytest.fixture
-def model(folder: Path) -> Any:
-    """The model, for plain forward passes."""
-    return TransformersEngine(str(folder)).model
-
-
-@pytest.fixture
-def publisher() -> Iterator[WeightPublisher]:
-    publisher = WeightPublisher()
-    yield publisher
-    publisher.close()
-
-
-@pytest.fixture
-def vllm(vllm_worker: RolloutWorker, folder: Path, publisher: WeightPublisher) -> Iterator[VllmEngine]:
-    """The shared vLLM engine. Afterwards it gets its initial weights and version back."""
-    engine = vllm_worker.engine
-    assert isinstance(engine, VllmEngine)
-    yield engine
-    if engine.version:
-        model = TransformersEngine(str(folder)).model
-        engine.update_weights(published(model, publisher, version=0, scale=1.0))
-
-
-@pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def engine(request: pytest.FixtureRequest, folder: Path) -> GenerationEngine:
-    if request.param == "vllm":
-        return request.getfixturevalue("vllm")
-    return TransformersEngine(str(folder))
-
-
-def requests_of(prompts: list[np.ndarray], *, samples: int = 4) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(row * samples + index, ids, seed=1000 * row + index)
-        for row, ids in enumerate(prompts)
-        for index in range(samples)
-    ]
-
-
-def all_of(
-    engine: GenerationEngine, requests: list[GenerationRequest], sampling: Sampling
-) -> dict[int, Response]:
-    found = [response for step in engine.generate(requests, sampling) for response in step]
-    assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
-    return {r.request_id: r for r in found}
 
 
 @pytest.mark.vllm
@@ -241,7 +149,7 @@ def test_responses_end_with_the_stop_token_or_at_the_limit(engine: GenerationEng
 
 
 def test_finished_responses_come_before_the_others_are_done(engine: GenerationEngine) -> None:
-    every_step = list(engine.generate(requests_of(prompts_of(12)), Sampling(max_tokens=24)))
+    every_step = list(generate(engine, requests_of(prompts_of(12)), Sampling(max_tokens=24)))
     steps = [step for step in every_step if step]
     assert len(every_step) >= 24, "others have their turn after each step"
     lengths = [len(step[0].token_ids) for step in steps]
@@ -276,7 +184,7 @@ def test_logprobs_follow_new_weights_and_show_a_skipped_update(
 def test_every_token_knows_its_version_when_weights_change_in_the_middle(
     engine: GenerationEngine, model: Any, publisher: WeightPublisher
 ) -> None:
-    steps = engine.generate(requests_of(prompts_of(12)), Sampling(max_tokens=24))
+    steps = generate(engine, requests_of(prompts_of(12)), Sampling(max_tokens=24))
     length = len(next(step for step in steps if step)[0].token_ids)
     engine.update_weights(published(model, publisher, version=3, scale=1.2))
     rest = [response for step in steps for response in step]
@@ -292,7 +200,7 @@ def test_keys_and_values_of_unfinished_responses_are_computed_again_on_request(
     """With recomputed keys and values, tokens after the change have the logprobs of the new
     weights."""
     requests, sampling = requests_of(prompts_of(4)), Sampling(max_tokens=24, stop=None)
-    steps = engine.generate(requests, sampling)
+    steps = generate(engine, requests, sampling)
     early = [response for _ in range(8) for response in next(steps)]
     engine.update_weights(published(model, publisher, version=engine.version + 1, scale=1.5))
     publisher.finish()
@@ -326,7 +234,7 @@ def test_vllm_generates_while_weights_are_staged_with_a_version_per_token(
     torch.set_num_threads(cores)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for version, scale in ((3, 1.2), (4, 0.9)):
-        steps = vllm.generate(requests, sampling)
+        steps = generate(vllm, requests, sampling)
         next(steps)
         earlier = vllm.version
         weights = published(model, publisher, version=version, scale=scale)
@@ -456,7 +364,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder: Path, publisher: We
 
 def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(12)), Sampling(max_tokens=24)
-    steps = engine.generate(requests, sampling)
+    steps = generate(engine, requests, sampling)
     next(steps)
     steps.close()
     if isinstance(engine, VllmEngine):
@@ -467,7 +375,7 @@ def test_requests_of_an_abandoned_iterator_are_given_up(engine: GenerationEngine
 def test_cancelled_requests_end_and_the_others_continue(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     alone = all_of(engine, requests, sampling)
-    steps = engine.generate(requests, sampling)
+    steps = generate(engine, requests, sampling)
     first = [r.request_id for r in next(steps)]
     given_up = [r.request_id for r in requests[::2] if r.request_id not in first]
     rest = [*steps.send(given_up), *(r for step in steps for r in step)]
@@ -482,7 +390,7 @@ def test_cancelled_requests_end_and_the_others_continue(engine: GenerationEngine
 def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24)
     alone = all_of(engine, requests, sampling)
-    first, second = engine.generate(requests[:12], sampling), engine.generate(requests[12:], sampling)
+    first, second = generate(engine, requests[:12], sampling), generate(engine, requests[12:], sampling)
     found = [
         *next(first),
         *next(second),
@@ -496,8 +404,8 @@ def test_two_iterators_may_be_open_at_once(engine: GenerationEngine) -> None:
 def test_a_prompt_beyond_the_context_is_refused_in_plain_text(engine: GenerationEngine) -> None:
     with pytest.raises(GenerationError, match="request 7"):
         list(
-            engine.generate(
-                [GenerationRequest(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)
+            generate(
+                engine, [GenerationRequest(7, np.ones(CONTEXT + 1, np.int32))], Sampling(max_tokens=64)
             )
         )
     assert len(all_of(engine, requests_of(prompts_of(1)), Sampling(max_tokens=4))) == 4

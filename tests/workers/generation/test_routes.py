@@ -19,7 +19,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import GenerationError
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
-from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, generate
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 
 LAYERS, CHOSEN = 2, 2
@@ -65,8 +65,8 @@ def worker_of(folder: Path, engine: Any, **settings: Any) -> RolloutWorker:
     )
 
 
-def generate(engine: GenerationEngine, requests: list[GenerationRequest] = REQUESTS) -> list[Response]:
-    found = (one for step in engine.generate(requests, SAMPLING) for one in step)
+def sampled(engine: GenerationEngine, requests: list[GenerationRequest] = REQUESTS) -> list[Response]:
+    found = (one for step in generate(engine, requests, SAMPLING) for one in step)
     return sorted(found, key=lambda one: one.request_id)
 
 
@@ -94,12 +94,23 @@ def test_routes_are_those_of_each_row_alone_under_the_weights_that_it_was_sample
     engine = worker.engine
     publisher = WeightPublisher()
     try:
-        first = generate(engine)
+        first = sampled(engine)
         for response in first:
             assert response.routes is not None and response.routes.dtype == np.uint16
             expected = chosen_alone(model, PROMPTS[response.request_id], response)
             assert torch.equal(torch.from_numpy(np.sort(response.routes.astype(np.int64), -1)), expected)
-        steps = engine.generate(REQUESTS, SAMPLING)
+        staggered: list[Response] = []
+        for request in REQUESTS:  # they decode together, but begin one after the other
+            engine.submit(request, SAMPLING)
+            staggered += engine.step()
+        while engine.num_unfinished:
+            staggered += engine.step()
+        for response in staggered:
+            alone = first[response.request_id]
+            assert response.token_ids.tolist() == alone.token_ids.tolist()
+            assert response.routes is not None and alone.routes is not None
+            assert np.array_equal(np.sort(response.routes, -1), np.sort(alone.routes, -1))
+        steps = generate(engine, REQUESTS, SAMPLING)
         for _ in range(3):
             assert next(steps) == []
         assert steps.send([0]) == []  # cancel the first request
@@ -170,7 +181,7 @@ def test_on_a_cpu_prefixes_that_are_not_computed_again_have_no_routes(folder: Pa
 def test_on_a_gpu_vllm_returns_them_itself(model: Any, folder: Path):
     worker = worker_of(folder, "vllm", dtype="float32")
     try:
-        for response in generate(worker.engine):
+        for response in sampled(worker.engine):
             assert response.routes is not None
             expected = chosen_alone(model, PROMPTS[response.request_id], response)
             assert torch.equal(torch.from_numpy(np.sort(response.routes.astype(np.int64), -1)), expected)

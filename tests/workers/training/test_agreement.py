@@ -17,7 +17,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.generation.engine import GenerationRequest
+from weft.workers.generation.engine import GenerationRequest, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.training.packed_sequences import PackedSequences
 
@@ -139,7 +139,7 @@ def test_the_transformers_engine_samples_from_the_trainers_distribution(tmp_path
     engine = TransformersEngine(str(save(model, tmp_path / "model")))
     prompts = [row.numpy().astype(np.int32) for row in make_rows((9, 3))]
     requests = [GenerationRequest(number, prompt, seed=number) for number, prompt in enumerate(prompts)]
-    steps = engine.generate(requests, Sampling(max_tokens=12, stop=None))
+    steps = generate(engine, requests, Sampling(max_tokens=12, stop=None))
     for response in (one for step in steps for one in step):
         row = torch.from_numpy(np.concatenate([prompts[response.request_id], response.token_ids])).long()
         exact = logprobs([exact_logits(model, [row])[0][-13:-1]], [row[-12:]])

@@ -28,7 +28,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.generation.engine import GenerationRequest, Response
+from weft.workers.generation.engine import GenerationRequest, Response, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.training.routers import Balance, balance_gradient
@@ -274,14 +274,14 @@ def test_two_ranks_find_the_same_as_one(
 # Routes recorded by generators
 
 
-def generate(folder: Path) -> list[Response]:
+def sampled(folder: Path) -> list[Response]:
     engine = TransformersEngine(str(folder), routes=True)
     prompts = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [3, 4, 5, 6, 7, 8, 9]]
     requests = [
         GenerationRequest(number, np.array(ids, np.int32), seed=number)
         for number, ids in enumerate(prompts)
     ]
-    steps = engine.generate(requests, Sampling(max_tokens=9, temperature=1.5))
+    steps = generate(engine, requests, Sampling(max_tokens=9, temperature=1.5))
     found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
     engine.close()
     return found
@@ -301,7 +301,7 @@ def rows_of(responses: list[Response]) -> Batch:
 
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
 def test_recorded_routes_equal_the_trainers_choices_in_float32(models: Path, name: str):
-    rows = rows_of(generate(models / name))
+    rows = rows_of(sampled(models / name))
     worker = actor(models, name)
     replayed = worker.logprobs(rows)["old_logprobs"].values.to_numpy()
     chosen = worker.logprobs(rows.select([c for c in rows.columns if c != "routes"]))[
