@@ -154,15 +154,11 @@ def _system_path(path: str) -> tuple[str, ...]:
 def _start_gvisor(program: str, plan: Plan) -> subprocess.Popen[bytes]:
     root = plan.folder / "root"
     root.mkdir()
-    mounts: list[dict[str, Any]] = [
-        {"destination": "/proc", "type": "proc", "source": "proc"},
-        {
-            "destination": SCRATCH,
-            "type": "tmpfs",
-            "source": "tmpfs",
-            "options": ["mode=1777", f"size={plan.disk_bytes + _SLACK_BYTES}"],
-        },
-    ]
+    memory = ["nosuid", "nodev", "mode=1777", f"size={plan.disk_bytes + _SLACK_BYTES}"]
+    mounts: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc"}]
+    for folder in (SCRATCH, "/dev/shm"):
+        mount = {"destination": folder, "type": "tmpfs", "source": "tmpfs", "options": memory}
+        mounts.append(mount)
     binds = {path: path for path in (*_SYSTEM, *_SETTINGS, *plan.visible) if os.path.exists(path)}
     binds[_INIT] = str(Path(__file__).with_name("sandbox_program.py"))
     for inside, outside in binds.items():

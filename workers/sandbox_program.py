@@ -43,6 +43,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main(scratch: str) -> None:
+    if os.getpid() != 1:  # `_kill` would end all processes of the machine
+        sys.exit(
+            "sandbox_program.py runs only as process 1 of a sandbox; use weft.workers.sandbox.Sandbox"
+        )
     os.closerange(3, 4096)  # descriptors that the launcher left open
     # If the machine runs out of memory, the kernel ends a sandbox first.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -194,24 +198,23 @@ class _Run:
             return False
         return found
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self._child:
-                    self._status = status
+    def _reap(self) -> bool:
+        """Collect processes that have ended. Returns whether any are left."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self._child:
+                    self._status = found[1]
+        except ChildProcessError:
+            return False
+        return True
 
     def _kill(self) -> None:
         """Kill everything else in the sandbox, and wait until it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, 0)
-                if pid == self._child:
-                    self._status = status
+        while self._reap():
+            # On gVisor, a process may fork while the signal is on its way.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            time.sleep(0.001)
 
     def _exceeded(self) -> str | None:
         """Return the limit that the running processes exceed."""
@@ -225,10 +228,10 @@ class _Run:
             rss_bytes += int(fields[21]) * _PAGE
         if time.monotonic() - self._started_s > limits["wall_s"]:
             return "timed out"
-        if cpu_s > limits["cpu_s"]:
-            return "out of CPU time"
         if tasks > limits["processes"]:
             return "too many processes"
+        if cpu_s > limits["cpu_s"]:
+            return "out of CPU time"
         # Forked processes share pages. It takes longer to count each page once, so only do it near the limit.
         if rss_bytes > limits["memory_bytes"]:
             exact = sum(_proportional_bytes(pid, int(fields[21]) * _PAGE) for pid, fields in found)
@@ -245,9 +248,12 @@ class _Run:
         return "disk full" if self._disk_is_full() else None
 
     def _disk_is_full(self) -> bool:
-        disk = os.statvfs(self._scratch)
-        used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        return used > self._limits["disk_bytes"] or disk.f_files - disk.f_ffree > MAX_FILES
+        for folder in (self._scratch, "/dev/shm"):  # bubblewrap's /dev/shm is a link to the other
+            disk = os.statvfs(folder)
+            used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            if used > self._limits["disk_bytes"] or disk.f_files - disk.f_ffree > MAX_FILES:
+                return True
+        return False
 
     @property
     def result(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from weft.workers.sandbox import Ending, Limits, Result, Sandbox
@@ -55,8 +55,12 @@ def succeeded(sandbox: Sandbox, program: str, *arguments: str) -> list[list[str]
     return json.loads(result.stdout)
 
 
-def harmless(sandbox: Sandbox, program: str, *arguments: str) -> None:
+def harmless(sandbox: Sandbox, program: str, *arguments: str, virtual: Sequence[str] = ()) -> None:
+    """Assert that no attempt succeeds. gVisor's own kernel may grant those in `virtual`: they do not
+    reach the machine's kernel."""
     found = succeeded(sandbox, program, *arguments)
+    if sandbox.engine == "gvisor":
+        found = [(name, value) for name, value in found if name not in virtual]
     assert not found, f"a program could: {found}"
 
 
@@ -105,8 +109,10 @@ for name in ("sys/kernel/core_pattern", "sys/kernel/hostname", "sys/vm/drop_cach
     attempt(f"write /proc/{name}", lambda: write(f"/proc/{name}", b"|/bin/sh"))
 attempt("hide from the kernel when memory runs out", lambda: write("/proc/self/oom_score_adj", b"-1000"))
 """
+    names = tuple(f"read /proc/1/{name}" for name in ("environ", "maps", "fd/0"))
     with Sandbox(LIMITS, engine=engine) as sandbox:
-        harmless(sandbox, program)
+        virtual = (*names, "hide from the kernel when memory runs out")
+        harmless(sandbox, program, virtual=virtual)
 
 
 def ptrace(engine: str) -> None:
@@ -124,9 +130,8 @@ attempt("slow process 1 down", lambda: os.setpriority(os.PRIO_PROCESS, 1, 19))
 attempt("move process 1", lambda: os.sched_setaffinity(1, {0}))
 """
     with Sandbox(LIMITS, engine=engine) as sandbox:
-        # gVisor's own kernel may let a program trace its children, which the machine does not see.
-        found = [name for name, _ in succeeded(sandbox, program)]
-        assert set(found) <= ({"trace a child"} if engine == "gvisor" else set()), found
+        virtual = ("trace a child", "slow process 1 down", "move process 1")
+        harmless(sandbox, program, virtual=virtual)
 
 
 def symlinks(engine: str) -> None:
@@ -141,10 +146,12 @@ for path in ("link", "up", "root" + secret, "/proc/1/cwd/.." + secret, "/proc/se
 attempt("write through a link", lambda: write("out"))
 attempt("link a file", lambda: os.link(secret, "hard"))
 """
-    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         secret, target = Path(folder, "secret"), Path(folder, "target")
         secret.write_text("secret")
         target.write_text("unchanged")
+        for path, mode in ((Path(folder), 0o777), (secret, 0o666), (target, 0o666)):
+            path.chmod(mode)  # so that nothing but the sandbox protects them
         with Sandbox(LIMITS, engine=engine) as sandbox:
             harmless(sandbox, program, str(secret), str(target))
         assert target.read_text() == "unchanged"
@@ -162,6 +169,8 @@ attempt("connect to the network", lambda: connect(socket.AF_INET, ("192.0.2.1", 
 attempt("send to the network", lambda: connect(socket.AF_INET6, ("2001:db8::1", 80)))
 attempt("connect to a socket of the machine", lambda: connect(socket.AF_UNIX, path))
 attempt("connect to an abstract socket", lambda: connect(socket.AF_UNIX, "\\0" + name))
+attempt("open a network socket", lambda: socket.socket(socket.AF_INET))
+attempt("open a netlink socket", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))
 attempt("open a raw socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 attempt("open a packet socket", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
 attempt("reach the hypervisor", lambda: connect(socket.AF_VSOCK, (2, 1024)))
@@ -178,7 +187,8 @@ attempt("use the kernel's cryptography", lambda: socket.socket(socket.AF_ALG, so
             server.setblocking(False)
         port = str(servers[0].getsockname()[1])
         with Sandbox(LIMITS, engine=engine) as sandbox:
-            harmless(sandbox, program, port, path, name)
+            virtual = ("open a network socket", "open a netlink socket")
+            harmless(sandbox, program, port, path, name, virtual=virtual)
         for server in servers:
             with contextlib.suppress(BlockingIOError):
                 raise AssertionError(f"{server.accept()[0]} was connected")
@@ -200,7 +210,7 @@ for folder in ("/", "/usr", "/usr/bin", "/dev", "/etc", "/run", "/proc", sys.pre
     attempt(f"write to {folder}", lambda: write(f"{folder}/written"))
 """
     with Sandbox(LIMITS, engine=engine) as sandbox:
-        harmless(sandbox, program)
+        harmless(sandbox, program, virtual=("new mount namespace", "new user namespace"))
 
 
 def signals(engine: str) -> None:
@@ -220,7 +230,7 @@ for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV):
     try:
         with Sandbox(LIMITS, engine=engine) as sandbox:
             harmless(sandbox, program, str(victim.pid), str(os.getpid()))
-            everyone = "import os\nfor s in (15, 19, 9): os.kill(-1, s)"
+            everyone = "import os\nassert os.getppid() == 1\nfor s in (15, 19, 9): os.kill(-1, s)"
             python(sandbox, everyone)
             still_works(sandbox)
         assert victim.poll() is None
@@ -257,7 +267,7 @@ for name in ("/etc/passwd", "/etc/shadow", "/root/.ssh", "/home", "/var", "/sys"
     os.environ["WEFT_ATTACK"] = "secret-of-the-owner"
     try:
         with Sandbox(LIMITS, engine=engine) as sandbox:
-            harmless(sandbox, program)
+            harmless(sandbox, program, virtual=("see /sys",))
     finally:
         del os.environ["WEFT_ATTACK"]
         os.close(inherited)
@@ -268,11 +278,12 @@ def disk(engine: str) -> None:
     full = "import os\nwith open({!r}, 'wb') as f:\n    for _ in range(10_000): f.write(bytes(1 << 20))"
     many = "import os\nfor n in range(200_000): os.mkdir(str(n))"
     before = shutil.disk_usage(tempfile.gettempdir()).free
-    for program in (full.format("big"), full.format("/dev/shm/big"), many):
+    # gVisor does not count files; it keeps them in its own memory, and CPU time bounds their number.
+    programs = [full.format("big"), full.format("/dev/shm/big"), *([] if engine == "gvisor" else [many])]
+    for program in programs:
         with Sandbox(LIMITS, engine=engine) as sandbox:
             result = python(sandbox, program)
-            limits = {Ending.DISK_FULL, *([Ending.OUT_OF_MEMORY] if engine == "gvisor" else [])}
-            assert result.ending in limits, result
+            assert result.ending is Ending.DISK_FULL, result
     for folder in ("/", "/dev", "/var/tmp", "/run"):
         with Sandbox(LIMITS, engine=engine) as sandbox:
             assert python(sandbox, full.format(f"{folder}/big")).exit_code == 1
@@ -309,7 +320,8 @@ for name in ("mem", "kmsg", "vda", "sda", "kvm", "fuse", "net/tun", "tty", "cons
 attempt("type into a terminal", lambda: fcntl.ioctl(0, 0x5412, b"x"))
 """
     with Sandbox(LIMITS, engine=engine) as sandbox:
-        harmless(sandbox, program)
+        virtual = ("other devices", "make block", "make memory", "open fuse", "open net/tun")
+        harmless(sandbox, program, virtual=virtual)
         assert python(
             sandbox, "open('/dev/null', 'w').write('x'); open('/dev/urandom', 'rb').read(8)"
         ).succeeded

@@ -1,5 +1,6 @@
 """Sandboxes contain programs, report limits, and raise if they are not to blame themselves."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -142,7 +143,8 @@ def test_a_sandbox_that_is_killed_raises_and_is_not_a_result(engine: str):
                 break
             time.sleep(0.05)
         for process in (*launcher.children(recursive=True), launcher):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     killer = threading.Thread(target=kill_when_it_runs)
     killer.start()
@@ -172,6 +174,16 @@ sandbox.run(["sleep", "600"], wall_s=600)
     owner.stdout.close()
     _, alive = psutil.wait_procs(contained, timeout=60)
     assert not alive
+
+
+def test_the_first_process_refuses_to_run_outside_of_a_sandbox():
+    # It kills all processes that it sees, so a missing namespace must stop it before anything else.
+    program = Path(module.__file__).with_name("sandbox_program.py")
+    refused = subprocess.run(
+        [sys.executable, "-I", "-S", program, "/tmp"], stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert refused.returncode == 1
+    assert b"only as process 1" in refused.stderr
 
 
 def test_closing_twice_and_running_after_it_are_safe(engine: str):
