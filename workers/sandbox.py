@@ -23,6 +23,7 @@ import os
 import selectors
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -37,6 +38,7 @@ import pydantic
 from ..dataflow.config import Config
 from ..dataflow.errors import NoSandboxError, SandboxError
 from .sandbox_engines import ENGINES, SCRATCH, Plan
+from .sandbox_program import SIZE_DIGITS
 
 START_S = 60.0
 """[s] Time limit for starting a sandbox."""
@@ -165,6 +167,8 @@ class Sandbox:
                 raise ValueError(
                     f"file {name!r} is not inside the scratch directory; use a relative path"
                 )
+        if command[0] == "python":  # a system may have only `python3`
+            command = [sys.executable, *command[1:]]
         limits = self.limits.model_dump() | ({} if wall_s is None else {"wall_s": wall_s})
         request = {
             "command": list(command),
@@ -253,7 +257,8 @@ class _Launcher:
         if self._requests.closed:
             raise self._ended()
         end_s = time.monotonic() + deadline_s
-        pending = memoryview(json.dumps(header).encode() + b"\n" + b"".join(blobs))
+        text = json.dumps(header).encode()
+        pending = memoryview(b"".join((b"%0*d" % (SIZE_DIGITS, len(text)), text, *blobs)))
         while pending:
             self._wait(self._requests, selectors.EVENT_WRITE, end_s, deadline_s)
             try:
@@ -307,9 +312,9 @@ class _Launcher:
         if self._log.closed:
             return
         # Process 1 exits at the end of its input. A forked process may keep its own copy of that open, so
-        # send an empty line too.
+        # say it too.
         with contextlib.suppress(OSError):
-            os.write(self._requests.fileno(), b"\n")
+            os.write(self._requests.fileno(), b"0" * SIZE_DIGITS)
         self._requests.close()
         try:
             self._process.wait(5)

@@ -44,7 +44,7 @@ _PROCESS_1 = [_BASE_PYTHON, "-I", "-S", _INIT, SCRATCH]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launcher isolates."""
+    """A sandbox to start."""
 
     disk_bytes: int
     readable: Sequence[Path]

@@ -1,11 +1,12 @@
 """The first process of a sandbox: it starts programs, relays their output and enforces limits.
 
 `sandbox.py` runs this file with `python -I -S` as process 1 of a sandbox, so it imports only the
-standard library. A request on standard input is a line of JSON, then the standard input and the
-files of a program. The reply on standard output is a line of JSON, then both outputs.
+standard library. A request on standard input is the size of a JSON object, the object, then the
+standard input and the files of a program; size 0 ends the sandbox. The reply on standard output is a
+line of JSON, then both outputs.
 
-The program cannot harm this process. The kernel shields process 1 from signals of its own
-namespace, and this process gives up being debugged or read through `/proc`. If it runs as root of
+The program cannot harm this process. The kernel shields process 1 from signals of the sandbox, and
+this process cannot be debugged, or read through `/proc`. If it runs as root of
 the sandbox, it starts programs as another user.
 
     waiting ──request──> running ──program ended, or a limit was exceeded──> killing ──reply──> waiting
@@ -30,6 +31,7 @@ from typing import IO, Any
 
 CHECK_S = 0.02
 """[s] Time between two checks of the limits."""
+SIZE_DIGITS = 10
 PROGRAM_USER = 1000
 SLACK_PROCESSES = 8
 """The kernel allows some more processes than the limit, so that a check can see that it is exceeded."""
@@ -63,8 +65,8 @@ def main(scratch: str) -> None:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     _reply(replies, {"ready": True})
-    while line := _line(requests):
-        request = json.loads(line)
+    while size := int(_exactly(requests, SIZE_DIGITS)):
+        request = json.loads(_exactly(requests, size))
         stdin = _exactly(requests, request["stdin"])
         files = {name: _exactly(requests, size) for name, size in request["files"].items()}
         run = _Run(request, files, scratch)
@@ -91,7 +93,12 @@ class _Run:
                 self._become(request, files, (stdin[0], out[1], err[1]))
             except BaseException as error:
                 number = getattr(error, "errno", None) or errno.EINVAL
-                os.write(failed[1], f"{number} {error}".encode(errors="replace")[:2000])
+                os.write(
+                    failed[1],
+                    f"{number} {getattr(error, 'strerror', None) or error}".encode(errors="replace")[
+                        :2000
+                    ],
+                )
             finally:
                 os._exit(127)
         for end in (stdin[0], out[1], err[1], failed[1]):
@@ -297,13 +304,6 @@ def _proportional_bytes(pid: str, rss_bytes: int) -> int:
 
 
 # Requests and replies
-
-
-def _line(stream: IO[bytes]) -> bytes:
-    found = bytearray()
-    while (byte := stream.read(1)) not in (b"\n", b""):
-        found += byte
-    return bytes(found)
 
 
 def _exactly(stream: IO[bytes], size: int) -> bytes:

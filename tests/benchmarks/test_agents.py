@@ -20,7 +20,7 @@ def test_an_attack_that_succeeds_does_not_count(
         pytest.skip(str(error))
     contained = load("agents/contained")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "workers"))
-    import attacks
+    import attacks  # pyright: ignore[reportMissingImports]
 
     def succeeds(engine: str) -> None:
         raise AssertionError("it left the sandbox")

@@ -46,7 +46,7 @@ def write(path, data=b"1"):
 
 
 def succeeded(sandbox: Sandbox, program: str, *arguments: str) -> list[list[str]]:
-    """Run attempts in a sandbox, and return those that succeeded."""
+    """Run attempts in a sandbox, and return the successful ones."""
     code = f"{TRY}\n{program}\nprint(json.dumps(done))"
     result = sandbox.run(
         ["python", "-I", "-S", "attack.py", *arguments], files={"attack.py": code.encode()}
@@ -56,8 +56,8 @@ def succeeded(sandbox: Sandbox, program: str, *arguments: str) -> list[list[str]
 
 
 def harmless(sandbox: Sandbox, program: str, *arguments: str, virtual: Sequence[str] = ()) -> None:
-    """Assert that no attempt succeeds. gVisor's own kernel may grant those in `virtual`: they do not
-    reach the machine's kernel."""
+    """Assert that no attempt succeeds. gVisor's own kernel may grant the attempts in `virtual`, which
+    do not reach the machine's kernel."""
     found = succeeded(sandbox, program, *arguments)
     if sandbox.engine == "gvisor":
         found = [(name, value) for name, value in found if name not in virtual]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,10 @@ def engine() -> str:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("disk", "time"))) for name in ATTACKS],
+)
 def test_an_attack_fails(attack: str, engine: str):
     ATTACKS[attack](engine)
 
@@ -72,9 +76,9 @@ def test_python_has_the_packages_of_this_process(engine: str):
     ids=lambda value: value.name if isinstance(value, Ending) else "",
 )
 def test_each_limit_has_its_own_ending(
-    program: str, limits: dict[str, float], ending: Ending, engine: str
+    program: str, limits: dict[str, Any], ending: Ending, engine: str
 ):
-    with Sandbox(Limits(**{"wall_s": PATIENCE_S, "cpu_s": 60.0} | limits), engine=engine) as sandbox:
+    with Sandbox(Limits(**{"wall_s": PATIENCE_S, "cpu_s": 60.0, **limits}), engine=engine) as sandbox:
         result = python(sandbox, program)
         assert result.ending is ending, result
         assert result.exit_code == (-signal.SIGSEGV if ending is Ending.CRASHED else None)
@@ -82,6 +86,7 @@ def test_each_limit_has_its_own_ending(
             assert sandbox.run(["echo", "again"], wall_s=PATIENCE_S).stdout == b"again\n"
 
 
+@pytest.mark.thorough
 def test_memory_that_forked_processes_share_counts_once(engine: str):
     program = """
 import os, time
@@ -158,6 +163,7 @@ def test_a_sandbox_that_is_killed_raises_and_is_not_a_result(engine: str):
         sandbox.close()
 
 
+@pytest.mark.thorough
 def test_a_sandbox_ends_with_its_owner(engine: str, tmp_path: Path):
     code = f"""
 from weft.workers.sandbox import Sandbox
@@ -214,3 +220,13 @@ def test_an_engine_that_does_not_start_is_named_with_its_message(
     monkeypatch.setattr(module, "ENGINES", {"bubblewrap": module.ENGINES["bubblewrap"]})
     with pytest.raises(NoSandboxError, match="No permissions to create a new namespace"):
         working_engine.__wrapped__()
+
+
+def test_a_sandbox_closes_at_once_although_a_forked_process_keeps_its_input_open(engine: str):
+    sandbox = Sandbox(LIMITS, engine=engine)
+    copy = os.dup(sandbox._launcher._requests.fileno())  # as a forked process has it
+    try:
+        sandbox.close()
+        assert sandbox._launcher._process.returncode == 0  # it was not killed
+    finally:
+        os.close(copy)

@@ -165,7 +165,7 @@ def _beginning(prompt: str) -> str:
 
 
 def _tests_of(row: Any) -> _Tests:
-    """Return the tests of a row, or those in its answer, in whichever layout they have."""
+    """Return the tests of a row or of its answer, in whichever layout they have."""
     if not isinstance(row, Mapping):
         return _read(row)
     if row.get("test_list") is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 def main() -> None:
     task = json.load(sys.stdin)
-    # What the code reads and prints must not mix with the task and the verdict.
+    # The code must not read the task, or print into the verdicts.
     verdicts = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

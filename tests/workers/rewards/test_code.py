@@ -1,14 +1,15 @@
 """The code reward: layouts of tests, scores, and failures that are not scored."""
 
 import json
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import NoSandboxError, SampleError, SandboxError
 from weft.workers import sandbox
-from weft.workers.reward import RewardConfig
+from weft.workers.reward import RewardConfig, RewardWorker
 from weft.workers.rewards import code as module
 from weft.workers.rewards.code import Code, last_code
 from weft.workers.sandbox import Limits, working_engine
@@ -16,12 +17,12 @@ from weft.workers.sandbox import Limits, working_engine
 PATIENT = Limits(wall_s=300.0)
 CODE, SHARE = Code(limits=PATIENT), Code(limits=PATIENT, share=True)
 
-HUMANEVAL = {
+HUMANEVAL: dict[str, Any] = {
     "prompt": 'from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n    """Return the sum."""\n',
     "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
     "entry_point": "total",
 }
-MBPP = {
+MBPP: dict[str, Any] = {
     "test_list": ["assert double(1) == 2", "assert double(2) == 4", "assert double('a') == 'aa'"],
     "test_setup_code": "",
 }
@@ -78,8 +79,6 @@ def test_the_last_block_of_python_counts(response: str, code: str):
 
 # Layouts
 
-Layout = Callable[[str], float]
-
 
 @pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize(
@@ -105,10 +104,12 @@ def test_a_program_must_print_exactly_the_output_and_exit_with_0():
         assert CODE(fenced(wrong), tests=tests) == 0, wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("needs_sandbox")
 def test_pytest_files_import_the_solution():
     right, wrong = "def double(x):\n    return x + x", "def double(x):\n    return 2 * abs(x)"
     assert CODE(fenced(right), tests=PYTEST) == 1
+    assert CODE(fenced(right), answer=PYTEST) == 1
     assert SHARE(fenced(wrong), tests={"test_double.py": PYTEST}) == pytest.approx(2 / 3)
     assert SHARE(fenced("no python"), tests=PYTEST) == 0
 
@@ -135,7 +136,10 @@ def test_mbpp_asserts_count_one_by_one():
     wrong = fenced("def double(x):\n    return 2 * abs(x)")
     assert CODE(fenced("def double(x):\n    return x + x"), **MBPP) == 1
     assert (CODE(wrong, **MBPP), SHARE(wrong, **MBPP)) == (0, pytest.approx(2 / 3))
-    setup = {"test_list": ["assert double(math.pi) > 6"], "test_imports": ["import math"]}
+    setup: dict[str, Any] = {
+        "test_list": ["assert double(math.pi) > 6"],
+        "test_imports": ["import math"],
+    }
     assert CODE(fenced("def double(x):\n    return x + x"), **setup) == 1
 
 
@@ -144,7 +148,6 @@ def test_an_answer_holds_any_layout_as_json():
     double = fenced("def double(x):\n    return x + x")
     assert CODE(double, answer=json.dumps(MBPP)) == 1
     assert CODE(double, answer=json.dumps(MBPP["test_list"])) == 1
-    assert CODE(double, answer=PYTEST) == 1
     total = fenced("def total(numbers):\n    return sum(numbers)")
     assert CODE(total, answer=json.dumps({k: HUMANEVAL[k] for k in ("test", "entry_point")})) == 1
     assert CODE(fenced(ADD), answer=json.dumps({"tests": [{"input": "1 2", "output": "3"}]})) == 1
@@ -161,7 +164,7 @@ def test_an_answer_holds_any_layout_as_json():
         ({"test": "def check(candidate): pass"}, "no 'entry_point'"),
     ],
 )
-def test_a_row_without_known_tests_is_an_error_of_the_data(row: dict[str, object], said: str):
+def test_a_row_without_known_tests_is_an_error_of_the_data(row: dict[str, Any], said: str):
     with pytest.raises(SampleError, match=said):
         CODE(fenced("x = 1"), **row)
 
@@ -169,28 +172,35 @@ def test_a_row_without_known_tests_is_an_error_of_the_data(row: dict[str, object
 # Scores that the policy earns
 
 
+HACKS = [
+    "import sys\nsys.exit(0)",
+    "import os\nos._exit(0)",
+    "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "import sys\nprint('1 1')\nsys.stdout.write('0' * 32 + ' 3 3\\n')\ndouble = None",
+    "import sys\nsys.stdin.read()\ndouble = print",
+    "raise SystemExit",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return 0",
+]
+
+
 @pytest.mark.usefixtures("needs_sandbox")
-@pytest.mark.parametrize(
-    "hack",
-    [
-        "import sys\nsys.exit(0)",
-        "import os\nos._exit(0)",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
-        "import os, signal\nos.kill(-1, signal.SIGKILL)",
-        "import sys\nprint('1 1')\nsys.stdout.write('0' * 32 + ' 3 3\\n')\ndouble = None",
-        "import sys\nsys.stdin.read()\ndouble = print",
-        "raise SystemExit",
-        "import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return 0",
-    ],
-)
+@pytest.mark.parametrize("hack", HACKS)
 def test_ending_early_or_printing_a_verdict_earns_nothing(hack: str):
     assert SHARE(fenced(hack), **MBPP) == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("needs_sandbox")
+@pytest.mark.parametrize("hack", HACKS)
+def test_ending_early_or_printing_a_verdict_of_pytest_earns_nothing(hack: str):
     assert SHARE(fenced(hack), tests=PYTEST) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("needs_sandbox")
 def test_a_program_at_a_limit_scores_0_and_keeps_the_tests_that_it_passed():
-    tight = Code(limits=Limits(wall_s=300.0, cpu_s=1.0), share=True)
+    tight = Code(limits=Limits(wall_s=300.0, cpu_s=2.0), share=True)
     loops = "def double(x):\n    while x == 'a': pass\n    return x + x"
     assert tight(fenced(loops), **MBPP) == pytest.approx(2 / 3)
     assert tight(fenced("while True: pass"), **MBPP) == 0
@@ -220,7 +230,7 @@ def test_without_a_sandbox_nothing_is_scored(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize("row", [MBPP, {"tests": [{"input": "", "output": ""}]}])
-def test_a_killed_sandbox_is_not_scored(row: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_sandbox_is_not_scored(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     class Killed(sandbox.Sandbox):
         def run(self, *arguments: object, **named: object) -> sandbox.Result:
             self._launcher._process.kill()
@@ -245,6 +255,41 @@ def test_a_reward_worker_reads_the_columns_of_each_layout():
     assert {"prompt", "tests", "test", "entry_point", "test_list", "answer"} <= {*config.may_read}
     assert config.verdict("reward") == "reward"
     assert RewardConfig(function=Code(share=True), tokenizer="m").verdict("reward") is None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of three texts."""
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path_factory.mktemp("model")
+    words = {"": 0, "x = 1": 1, "x = 2": 2}
+    Tokenizer(models.WordLevel(words, unk_token="")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.mark.usefixtures("needs_sandbox")
+def test_a_reward_worker_scores_rows_and_drops_those_whose_sandbox_was_killed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[sandbox.Sandbox] = []
+
+    def make(limits: Limits) -> sandbox.Sandbox:
+        made.append(sandbox.Sandbox(limits))
+        if len(made) == 2:
+            made[-1]._launcher._process.kill()
+        return made[-1]
+
+    rows = Batch.of(sample_id=[7, 8, 9], response_ids=[[1], [1], [2]], test_list=[["assert x == 1"]] * 3)
+    worker = RewardWorker(RewardConfig(function=CODE, tokenizer=model))
+    monkeypatch.setattr(module, "Sandbox", make)
+    scored: dict[int, float] = {}
+    with pytest.raises(SandboxError) as caught:
+        for part, _ in worker.score(rows):
+            scored |= zip(part["sample_id"].to_pylist(), part["reward"].to_pylist(), strict=True)
+    assert scored == {7: 1.0, 9: 0.0}
+    assert caught.value.sample_ids == (8,)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.usefixtures("needs_sandbox")
