@@ -6,6 +6,7 @@
      │   ├─ GraphError                         the graph breaks a rule
      │   ├─ NoSuchNodeError (AttributeError)   a worker class has no such node
      │   ├─ NoSuchRunError                     a dashboard page requests a run that does not exist
+     │   ├─ NoSandboxError                     no sandbox for a model's programs works on this machine
      │   ├─ SymptomError                       the run shows a symptom that `stop_on` names
      │   │   └─ NoSignalError                  the first steps of a run have nothing to learn from
      │   └─ SampleError                        certain samples are invalid
@@ -22,6 +23,7 @@
      │   ├─ LeaseError                         a lease was used for rows that it does not hold
      │   ├─ DivergedError                      too many bad optimizer steps in a row
      │   ├─ GenerationError                    the inference engine failed
+     │   ├─ SandboxError                       a sandbox did not start, or was ended from outside
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
      │           └─ DeadlineError (TimeoutError)   a call was not answered in time
@@ -144,6 +146,10 @@ class NoSuchRunError(UserError):
     """A dashboard page requests a run that does not exist, or no longer exists."""
 
 
+class NoSandboxError(UserError):
+    """No sandbox for a model's programs works on this machine. The message says why for each."""
+
+
 class SampleError(UserError):
     """Certain samples are invalid. The message names them; `sample_ids` lists their ids."""
 
@@ -262,6 +268,10 @@ class GenerationError(RunError):
     """An inference engine failed. Holds only text, so the driver can unpickle it without vLLM."""
 
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
+
+
+class SandboxError(RunError):
+    """A sandbox did not start, or something outside ended it. The program in it is not to blame."""
 
 
 class WorkerError(RunError):

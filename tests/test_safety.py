@@ -28,6 +28,7 @@ EXCUSED = {
         "pickle",
     },  # Ray's actor class, read once its environment is set
     "workers/rewards/main_thread.py": {"pickle"},  # a pipe between a rank and its forked child
+    "workers/rewards/code_program.py": {"exec"},  # runs in a sandbox: `workers/sandbox.py`
     "commands/run.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the user's file, as Python does
 }
 """File -> allowed operations. None of them reads files of a run, a model or a data set, or our

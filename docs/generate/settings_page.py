@@ -55,9 +55,11 @@ from weft.workers.adaptive_kl import AdaptiveKlConfig
 from weft.workers.critic import CriticConfig
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.reward import RewardConfig
+from weft.workers.rewards.code import Code
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
 from weft.workers.rollout import RolloutConfig
+from weft.workers.sandbox import Limits
 from weft.workers.training.engine import ModelConfig, TrainingConfig
 from weft.workers.training.lora import Lora
 from weft.workers.training.optimizer import OptimizerConfig
@@ -143,7 +145,7 @@ SECTIONS = (
     Section(
         "Graders",
         "Built-in reward functions and their arguments.",
-        (Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward),
+        (Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward, Code, Limits),
     ),
     Section(
         "Simulated runs",
