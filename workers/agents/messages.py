@@ -21,7 +21,7 @@ class ToolCall:
 
     name: str
     arguments: Any
-    """A JSON object. Arguments that are no JSON object stay text."""
+    """A JSON object, or the text that the model or harness wrote if it is not one."""
     id: str = field(default="", compare=False)
 
     @property
@@ -47,22 +47,20 @@ class Message:
     def same_as(self, other: Message) -> bool:
         """Return whether a harness may have sent back `other` as this message.
 
-        Ids and reasoning do not count, arguments are compared as JSON objects, and white space
-        around an assistant's content does not count.
+        Ids and reasoning do not count, and arguments are compared as JSON objects. White space
+        around an assistant's content and an assistant's name do not count either.
 
         >>> sampled = Message("assistant", "Let me see.\\n", (ToolCall("ls", {"path": "."}, "a1"),), reasoning="Hm.")
         >>> sampled.same_as(Message("assistant", "Let me see.", (ToolCall("ls", {"path": "."}, "b2"),)))
         True
         """
-        mine, theirs = self.content, other.content
+        return self._compared == other._compared
+
+    @property
+    def _compared(self) -> tuple[Any, ...]:
         if self.role == "assistant":
-            mine, theirs = mine.strip(), theirs.strip()
-        return (self.role, self.name, self.tool_calls, mine) == (
-            other.role,
-            other.name,
-            other.tool_calls,
-            theirs,
-        )
+            return self.role, self.content.strip(), self.tool_calls
+        return self.role, self.content, self.name
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it, with arguments as objects."""

@@ -132,7 +132,7 @@ def _is_billing(block: Any) -> bool:
 
 
 def _read_item(item: Fields) -> list[Message]:
-    """Return the messages of an item. A result of a tool becomes a message of its own."""
+    """Return the messages of an item. Each result of a tool becomes a separate message."""
     role = item.one_of("role", ("user", "assistant", "system"))
     if role == "system":
         text = _read_system(item, "content")

@@ -1,6 +1,6 @@
 """Parse the text of a sampled turn: thinking, content and tool calls.
 
-The formats here are those of Hermes and Qwen, Llama 3, Mistral, and GPT-OSS. vLLM's parsers read
+This module reads the formats of Hermes and Qwen, Llama 3, Mistral, and GPT-OSS. vLLM's parsers read
 the others (`workers/generation/vllm_rendering.py`). A call that cannot be read stays text, so the
 policy's mistake is scored and not hidden.
 """
@@ -100,7 +100,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int] | None:
 
 def _call(value: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the name and arguments of a call that is an object with these fields."""
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+    name = value.get("name") if isinstance(value, dict) else None
+    if not name or not isinstance(name, str):
         return None
     given = value.get("arguments", value.get("parameters"))
     arguments = given if given is None else read_arguments(given)
@@ -110,19 +111,20 @@ def _call(value: Any) -> tuple[str, dict[str, Any]] | None:
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls] | None:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as of Hermes and Qwen. The
     last end tag may be missing."""
-    first, *rest = text.split("<tool_call>")
-    calls, texts = Calls(), [first]
-    for each in rest:
-        found = _json_at(each, 0)
+    calls, texts, place = Calls(), list[str](), 0
+    while (start := text.find("<tool_call>", place)) >= 0:
+        texts.append(text[place:start])
+        found = _json_at(text, start + len("<tool_call>"))
         call = _call(found[0]) if found else None
         if found is None or call is None:
             return None
-        end = _skip(each, found[1])
-        if each[end:] and not each.startswith("</tool_call>", end):
+        place = _skip(text, found[1])
+        if text.startswith("</tool_call>", place):
+            place += len("</tool_call>")
+        elif place < len(text):
             return None
         calls.append(call)
-        texts.append(each[end:].removeprefix("</tool_call>"))
-    return ("".join(texts).strip(), calls) if calls else None
+    return ("".join([*texts, text[place:]]).strip(), calls) if calls else None
 
 
 def read_llama(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Calls] | None:
@@ -174,8 +176,8 @@ def _read_channels(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, 
         body = re.split(r"<\|(?:end|return|call)\|>", body, maxsplit=1)[0]
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
-        arguments = read_arguments(body)
-        if recipient and tools and isinstance(arguments, dict) and body.strip():
+        called = recipient and tools and body
+        if recipient and isinstance(arguments := read_arguments(body) if called else None, dict):
             calls.append((recipient[1], arguments))
         elif channel and channel[1] == "analysis" and not recipient:
             thoughts.append(body)

@@ -202,21 +202,21 @@ class Fields:
 
 
 def read_arguments(value: Any) -> Any:
-    """Return the arguments of a call as an object. Text that is no JSON object stays text.
+    """Return the arguments of a call as an object. Other text stays as it is.
 
     >>> read_arguments('{"path": "."}'), read_arguments('{"path": ')
     ({'path': '.'}, '{"path": ')
     """
     if value is None or value == "":
         return {}
-    if not isinstance(value, str):
-        value = clean(json.dumps(value, ensure_ascii=False))
+    text = clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     try:
-        found = json.loads(value)
-        json.dumps(found, ensure_ascii=False).encode()  # escapes can stand for lone surrogates
+        found = json.loads(text)
+        # Escapes can encode lone surrogates, and numbers can be infinite.
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return clean(value)
-    return found if isinstance(found, dict) else value
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def clean(text: str) -> str:
@@ -252,7 +252,7 @@ def write_logprobs(request: TurnRequest, completion: Completion) -> list[Json]:
     """Return the log-probabilities of the sampled tokens as OpenAI writes them."""
     found: list[Json] = []
     for token, logprob in zip(completion.token_texts, completion.logprobs, strict=True):
-        # A token with a part of a character has no bytes of its own in the text.
+        # The text of a part of a character does not tell its bytes.
         whole = None if "\ufffd" in token else list(token.encode())
         # JSON has no infinity.
         entry: Json = {"token": token, "logprob": max(float(logprob), -9999.0), "bytes": whole}

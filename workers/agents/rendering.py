@@ -33,6 +33,8 @@ from .parsing import (
 
 _MARK = "weft31mark7"
 """Stands for the text of an assistant's turn. Tokenizers do not join its end with other text."""
+_HEADS = 100_000
+"""Maximum number of hashes in `Renderer._needs_head`."""
 
 
 class Template(Protocol):
@@ -81,6 +83,9 @@ class Renderer:
         self._token_texts: dict[int, str] = {}
         self._opened: dict[str, bool] = {}
         """Whether the generation prompt opens the thinking, by the template's variables."""
+        self._needs_head: dict[bytes, bool] = {}
+        """Whether tails contain text of the system message or the tools, by hashes of these and of
+        the roles in the tail."""
 
     @classmethod
     def load(
@@ -120,13 +125,13 @@ class Renderer:
         """Return the tokens that continue stored tokens with the messages that they lack.
 
         The result does not depend on how the template renders earlier turns, which may, for
-        example, leave out their thinking. It costs as much as the new messages, the system message
-        and the tools.
+        example, leave out their thinking. It costs as much as rendering the new messages, except for
+        the first tail after a system message or tools.
 
         Args:
             conversation: the whole conversation.
             known: number of messages in the stored tokens. The last of them is the assistant's.
-            last_id: last stored token. If it is no stop token, because the turn was cut off, the
+            last_id: last stored token. If it is not a stop token, because the turn was cut off, the
                 result begins with the token that ends a turn. None if nothing was sampled.
 
         Raises:
@@ -136,14 +141,26 @@ class Renderer:
         messages = conversation.messages
         if not 0 < known <= len(messages) or messages[known - 1].role != "assistant":
             raise ValueError(f"message {known - 1} of {len(messages)} is not an assistant's turn")
-        calls = messages[known - 1].tool_calls
-        try:
-            after = self._after_turn(conversation, known, calls)
-        except UserError:
-            if len(calls) < 2:
-                raise
-            # Some templates allow one call per turn, but models may sample more.
-            after = self._after_turn(conversation, known, calls[-1:])
+        system = messages[:1] if messages[0].role in ("system", "developer") else ()
+        turn, new = messages[known - 1], messages[known:]
+        bare = replace(conversation, tools=())
+        if not (system or conversation.tools):
+            after = self._after_turn(bare, turn, new)
+        else:  # render the system message and the tools only if the template writes them again
+            head = [system, conversation.tools, conversation.template_arguments]
+            kind = f"{head} {bool(turn.tool_calls)} {[message.role for message in new]}"
+            key = hashlib.blake2b(kind.encode(), digest_size=16).digest()
+            if self._needs_head.get(key) is False:
+                after = self._after_turn(bare, turn, new)
+            else:
+                after = self._after_turn(conversation, turn, new, system)
+                if key not in self._needs_head:
+                    if len(self._needs_head) >= _HEADS:
+                        self._needs_head.clear()
+                    try:
+                        self._needs_head[key] = self._after_turn(bare, turn, new) != after
+                    except UserError:
+                        self._needs_head[key] = True
         if last_id in self.stop_token_ids:
             blank = sum(1 for _ in itertools.takewhile(self._is_blank, after))
             if after[blank:] and after[blank] in self._closers:
@@ -151,26 +168,37 @@ class Renderer:
         return after
 
     def _after_turn(
-        self, conversation: Conversation, known: int, calls: Sequence[ToolCall]
+        self,
+        conversation: Conversation,
+        turn: Message,
+        new: Sequence[Message],
+        system: Sequence[Message] = (),
     ) -> list[int]:
-        """Return the tokens after the text of the last known turn, in a window that has a mark in
-        the place of that text."""
-        messages = conversation.messages
-        marked = tuple(replace(call, arguments={"text": _MARK}) for call in calls)
-        turn = Message("assistant", "" if calls else _MARK, marked)
-        system = messages[:1] if messages[0].role in ("system", "developer") else ()
-        window = (*system, Message("user", "Hi."), turn)
-        alone = replace(conversation, add_generation_prompt=False)
-        before, number = self._after_mark(self._render(alone, window))
-        after, _ = self._after_mark(self._render(conversation, (*window, *messages[known:])), number)
-        if not calls:
-            return after
-        # Skip the rest of the last call, up to the token that ends the turn.
-        ends = (at for at, token in enumerate(before) if token in self._closers)
-        rest = next(ends, len(before))
-        if after[:rest] != before[:rest]:
-            raise self._hidden("ends a turn with tool calls differently if a message follows")
-        return after[rest:]
+        """Return the tokens after the text of a turn, from a window with a mark in its place."""
+
+        def after_turn(calls: Sequence[ToolCall]) -> list[int]:
+            marked = tuple(replace(call, arguments={"text": _MARK}) for call in calls)
+            shown = Message("assistant", "" if calls else _MARK, marked)
+            window = (*system, Message("user", "Hi."), shown)
+            alone = replace(conversation, add_generation_prompt=False)
+            before, number = self._after_mark(self._render(alone, window))
+            after, _ = self._after_mark(self._render(conversation, (*window, *new)), number)
+            if not calls:
+                return after
+            # Skip the rest of the last call, up to the token that ends the turn.
+            ends = (at for at, token in enumerate(before) if token in self._closers)
+            rest = next(ends, len(before))
+            if after[:rest] != before[:rest]:
+                raise self._hidden("ends a turn with tool calls differently if a message follows")
+            return after[rest:]
+
+        try:
+            return after_turn(turn.tool_calls)
+        except UserError:
+            if len(turn.tool_calls) < 2:
+                raise
+            # Some templates allow one call per turn, but models may sample more.
+            return after_turn(turn.tool_calls[-1:])
 
     def parse(self, token_ids: Sequence[int], conversation: Conversation) -> Message:
         """Return the message of a turn sampled after a conversation.
@@ -185,16 +213,12 @@ class Renderer:
         thoughts, content, calls = self._parser.parse(text, tools=conversation.tools, thinking=thinking)
         for special in self.token_texts(sorted(self._special.intersection(ids))):
             thoughts, content = thoughts.replace(special, ""), content.replace(special, "")
-        turn = f"{len(conversation.messages)} {ids}"
-        return Message(
-            "assistant",
-            content,
-            tuple(
-                ToolCall(name, arguments, _call_id(f"{turn} {number}"))
-                for number, (name, arguments) in enumerate(calls)
-            ),
-            reasoning=thoughts,
+        turn = f"{len(conversation.messages)} {ids}" if calls else ""
+        found = (
+            ToolCall(name, arguments, _call_id(f"{turn} {number}"))
+            for number, (name, arguments) in enumerate(calls)
         )
+        return Message("assistant", content, tuple(found), reasoning=thoughts)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""

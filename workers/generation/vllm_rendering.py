@@ -90,6 +90,7 @@ def load_tool_parser(
         for call in found.tool_calls if found.tools_called else ():
             try:
                 arguments = json.loads(call.function.arguments or "{}")
+                json.dumps(arguments, allow_nan=False)  # replies cannot carry NaN
             except ValueError:
                 return None
             if not isinstance(arguments, dict):

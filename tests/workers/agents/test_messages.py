@@ -14,6 +14,8 @@ SAMPLED = Message(
 def test_ids_reasoning_key_order_and_outer_white_space_do_not_count():
     call = ToolCall("ls", {"depth": 2.0, "path": "."}, "other")
     assert SAMPLED.same_as(Message("assistant", "I list the files.", (call,)))
+    # AutoGen adds the agent's name.
+    assert SAMPLED.same_as(Message("assistant", "I list the files.", (call,), name="coder"))
 
 
 def test_other_words_calls_and_roles_count():
@@ -71,7 +73,16 @@ def test_gpt_oss_receives_thinking_unless_it_would_refuse_it():
 
 def test_arguments_that_are_no_object_stay_text():
     assert read_arguments('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
-    for text in ('{"a": ', "[1, 2]", '"ls"', "null", "rm -rf", "[" * 100_000):
+    for text in (
+        '{"a": ',
+        "[1, 2]",
+        '"ls"',
+        "null",
+        "rm -rf",
+        "[" * 100_000,
+        '{"a": NaN}',
+        '{"a": 1e999}',
+    ):
         assert read_arguments(text) == text
     assert read_arguments("") == read_arguments(None) == read_arguments({}) == {}
 

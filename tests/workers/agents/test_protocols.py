@@ -1,5 +1,5 @@
-"""The real `openai` and `anthropic` clients accept every reply, stream and error, and conversations
-that they send back are those that were sampled."""
+"""The real `openai` and `anthropic` clients accept every reply, stream and error, and send back the
+turns that were sampled."""
 
 from __future__ import annotations
 
