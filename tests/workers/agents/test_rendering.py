@@ -171,29 +171,40 @@ def test_tails_of_templates_that_strip_nothing_equal_the_whole_render(load: Load
 WORDS = st.text(st.characters(codec="utf-8"), max_size=20)
 TEXTS = st.lists(WORDS | st.sampled_from(["<|im_end|>", "<|eot_id|>", "<tool_call>"]), max_size=3)
 GIVEN = TEXTS.map("".join)
-SAID = WORDS.filter(lambda text: text == text.strip())
+SAID = WORDS.filter(lambda text: text == text.strip() and "{" not in text)
+CALLED = st.dictionaries(WORDS, GIVEN, max_size=2)
+CALLS = {
+    "qwen2": '<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call>',
+    "llama3": '{{"name": "add", "parameters": {}}}',
+}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama3"])
+@pytest.mark.parametrize("family", CALLS)
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(GIVEN, SAID), min_size=1, max_size=4), GIVEN)
+@given(st.lists(st.tuples(GIVEN, SAID | CALLED), min_size=1, max_size=4), GIVEN)
 def test_tails_of_random_conversations_equal_the_whole_render(
-    load: Load, family: str, turns: list[tuple[str, str]], last: str
+    load: Load, family: str, turns: list[tuple[str, str | dict[str, str]]], last: str
 ):
-    renderer, ids, talk = load(family), list[int](), list[Message]()
-    for given_text, said in [*turns, (last, "")]:
-        talk.append(Message("user", given_text))
+    renderer, ids, talk, role = load(family), list[int](), list[Message](), "user"
+    for text, said in [*turns, (last, "")]:
+        talk.append(Message(role, text))
         longer = Conversation(tuple(talk), (ADD,))
         if ids:
             ids += renderer.tail(longer, len(talk) - 1, ids[-1])
         else:
             ids = renderer.render(longer)
         assert ids == renderer.render(longer)
-        sampled = [*ids_of(renderer, said), renderer.stop_token_ids[0]]
-        message = renderer.parse(sampled, Conversation(tuple(talk)))
-        assert message == Message("assistant", said)
+        calls = isinstance(said, dict)
+        turn = CALLS[family].format(json.dumps(said, ensure_ascii=False)) if calls else said
+        sampled = [*ids_of(renderer, turn), renderer.stop_token_ids[0]]
+        message = renderer.parse(sampled, longer)
+        expected = (
+            Message("assistant", "", (ToolCall("add", said),)) if calls else Message("assistant", said)
+        )
+        assert message == expected
         ids += sampled
         talk.append(message)
+        role = "tool" if calls else "user"
 
 
 def test_special_tokens_in_texts_do_not_move_the_cut(load: Load):
