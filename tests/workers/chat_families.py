@@ -196,6 +196,21 @@ ENDS_ONCE = """\
 {%- endif %}
 {%- endfor %}"""
 
+WRAPPED = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}<|message|>
+{%- if message.role == 'assistant' %}{{ message.content }}<|end|>{% else %}{{ message.content }}{% endif %}
+{{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant<|message|>{% endif %}"""
+
+NULLS = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.content is none %}
+{%- for call in message.tool_calls %}[TOOL_CALLS]{{ call.function.name + call.function.arguments }}{% endfor %}</s>
+{%- elif message.role == 'assistant' %}{{ message.content }}</s>
+{%- else %}[INST]{{ message.content }}[/INST]{% endif %}
+{%- endfor %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -222,6 +237,8 @@ FAMILIES = {
     "mistral": Family(MISTRAL, ("<s>", "</s>", *BRACKETS), ("</s>",), (), "<s>"),
     "gpt_oss": Family(GPT_OSS, (*CHANNELS, "<|return|>", "<|call|>"), ("<|return|>", "<|call|>")),
     "blocks": Family(BLOCKS, CHATML, ("<|im_end|>",)),
+    "wrapped": Family(WRAPPED, (*CHATML, "<|message|>", "<|end|>"), ("<|im_end|>",)),
+    "nulls": Family(NULLS, ("<s>", "</s>", *BRACKETS), ("</s>",)),
     "ends once": Family(ENDS_ONCE, ("<s>", "</s>", *BRACKETS), ("</s>",), (), "<s>"),
 }
 

@@ -40,6 +40,8 @@ class TurnParser:
     read_thinking: ReadThinking | None = None
     channels: bool = False
     """Whether the text is in the format of GPT-OSS, which has thinking and calls in channels."""
+    unknown: str = ""
+    """Why the format of the model's tool calls is unknown; empty if it is known, or does not matter."""
 
     def parse(
         self, text: str, *, tools: Sequence[Mapping[str, Any]], thinking: bool
@@ -200,6 +202,9 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<atem:invoke", "muse_glimmer"),
+    ("<|tool_call_start|>", "lfm2"),
     ("<seed:tool_call>", "seed_oss"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<｜tool▁sep｜>", "deepseek_v31"),

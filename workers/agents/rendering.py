@@ -118,7 +118,9 @@ class Renderer:
 
     def render(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a whole conversation. Raises a `UserError` if the template refuses
-        it."""
+        it, or if it has tools and the format of the model's calls is unknown."""
+        if conversation.tools and self._parser.unknown:
+            raise UserError(self._parser.unknown)
         return self._render(conversation, conversation.messages)
 
     def tail(self, conversation: Conversation, known: int, last_id: int | None) -> list[int]:
@@ -145,27 +147,23 @@ class Renderer:
         turn, new = messages[known - 1], messages[known:]
         bare = replace(conversation, tools=())
         if not (system or conversation.tools):
-            after = self._after_turn(bare, turn, new)
+            after, end = self._after_turn(bare, turn, new)
         else:  # render the system message and the tools only if the template writes them again
             head = [system, conversation.tools, conversation.template_arguments]
             kind = f"{head} {bool(turn.tool_calls)} {[message.role for message in new]}"
             key = hashlib.blake2b(kind.encode(), digest_size=16).digest()
             if self._needs_head.get(key) is False:
-                after = self._after_turn(bare, turn, new)
+                after, end = self._after_turn(bare, turn, new)
             else:
-                after = self._after_turn(conversation, turn, new, system)
+                after, end = self._after_turn(conversation, turn, new, system)
                 if key not in self._needs_head:
                     if len(self._needs_head) >= _HEADS:
                         self._needs_head.clear()
                     try:
-                        self._needs_head[key] = self._after_turn(bare, turn, new) != after
+                        self._needs_head[key] = self._after_turn(bare, turn, new) != (after, end)
                     except UserError:
                         self._needs_head[key] = True
-        if last_id in self.stop_token_ids:
-            blank = sum(1 for _ in itertools.takewhile(self._is_blank, after))
-            if after[blank:] and after[blank] in self._closers:
-                return after[blank + 1 :]
-        return after
+        return after[end:] if last_id in self.stop_token_ids else after
 
     def _after_turn(
         self,
@@ -173,24 +171,28 @@ class Renderer:
         turn: Message,
         new: Sequence[Message],
         system: Sequence[Message] = (),
-    ) -> list[int]:
-        """Return the tokens after the text of a turn, from a window with a mark in its place."""
+    ) -> tuple[list[int], int]:
+        """Return the tokens after the text of a turn, from a window with a mark in its place, and
+        how many of them only end the turn."""
 
-        def after_turn(calls: Sequence[ToolCall]) -> list[int]:
+        def after_turn(calls: Sequence[ToolCall]) -> tuple[list[int], int]:
             marked = tuple(replace(call, arguments={"text": _MARK}) for call in calls)
             shown = Message("assistant", "" if calls else _MARK, marked)
             window = (*system, Message("user", "Hi."), shown)
             alone = replace(conversation, add_generation_prompt=False)
             before, number = self._after_mark(self._render(alone, window))
             after, _ = self._after_mark(self._render(conversation, (*window, *new)), number)
-            if not calls:
-                return after
-            # Skip the rest of the last call, up to the token that ends the turn.
-            ends = (at for at, token in enumerate(before) if token in self._closers)
-            rest = next(ends, len(before))
+            # The rest of the last call, or tokens before the one that ends the turn.
+            ends = [at for at, token in enumerate(before) if token in self._closers][:1]
+            rest = ends[0] if ends else len(before)
             if after[:rest] != before[:rest]:
-                raise self._hidden("ends a turn with tool calls differently if a message follows")
-            return after[rest:]
+                if calls or ends:
+                    raise self._hidden("ends a turn differently if a message follows")
+                return after, 0
+            start = rest if calls else 0
+            if after[rest:] and after[rest] in self._closers:
+                return after[start:], rest + 1 - start
+            return after[start:], rest - start if ends else 0
 
         try:
             return after_turn(turn.tool_calls)
@@ -285,19 +287,35 @@ class Renderer:
 
     def _render(self, conversation: Conversation, messages: Sequence[Message]) -> list[int]:
         return self._template(
-            [self._fit(number, message).as_template() for number, message in enumerate(messages)],
+            [self._fit(number, message) for number, message in enumerate(messages)],
             list(conversation.tools) or None,
             conversation.template_arguments,
             add_generation_prompt=conversation.add_generation_prompt,
         )
 
-    def _fit(self, number: int, message: Message) -> Message:
-        """Return a message with a role that the template knows."""
+    def _fit(self, number: int, message: Message) -> dict[str, Any]:
+        """Return a message for the template, with a role and calls that the template writes."""
         if message.role == "developer" and self._sources and "developer" not in self._sources:
             message = replace(message, role="system")
         if message.role == "system" and number and not self._takes_late_system:
             message = replace(message, role="user")
-        return message
+        return _styled(message, *self._call_style) if message.tool_calls else message.as_template()
+
+    @functools.cached_property
+    def _call_style(self) -> tuple[bool, bool]:
+        """Whether the template wants null as the content of a turn that only calls tools, and
+        whether it wants arguments as text. It drops or refuses such turns otherwise."""
+        call = ToolCall("f", {"text": _MARK}, "call00001")
+        turn, result = Message("assistant", "", (call,)), Message("tool", "3", tool_call_id=call.id)
+        tool = {"name": "f", "description": "F.", "parameters": {"type": "object", "properties": {}}}
+        for null, text in itertools.product((False, True), repeat=2):
+            messages = [message.as_template() for message in (Message("user", "Hi."), turn, result)]
+            messages[1] = _styled(turn, null, text)
+            with contextlib.suppress(UserError):
+                tools = [{"type": "function", "function": tool}]
+                self._after_mark(self._template(messages, tools, {}, add_generation_prompt=True))
+                return null, text
+        return False, False
 
     @functools.cached_property
     def _takes_late_system(self) -> bool:
@@ -319,6 +337,17 @@ class Renderer:
             with contextlib.suppress(UserError):  # the template refuses such a conversation
                 self._opened[key] = opens_thinking(self.decode(self._after_mark(self.render(prompt))[0]))
         return self._opened[key]
+
+
+def _styled(message: Message, null: bool, text: bool) -> dict[str, Any]:
+    """Return a message with tool calls for a template, in a style of `Renderer._call_style`."""
+    found = message.as_template()
+    if null and not message.content:
+        found["content"] = None
+    for written, call in zip(found["tool_calls"], message.tool_calls, strict=True):
+        if text:
+            written["function"]["arguments"] = call.arguments_text
+    return found
 
 
 def _by_template(tokenizer: Tokenizer) -> Template:
@@ -363,7 +392,13 @@ def _load_parser(
         from ..generation.vllm_rendering import load_reasoning_parser
 
         read_thinking = load_reasoning_parser(model, thinking)
-    return TurnParser(read_calls, read_thinking)
+    unknown = ""
+    if name == "none" and tools == "auto":
+        unknown = (
+            f"{model}: the conversation has tools, but the chat template shows no known format of tool calls. "
+            f"Set tool_parser to a format ({', '.join(FORMATS)}, or one of vLLM's), or to 'none' to get calls as text"
+        )
+    return TurnParser(read_calls, read_thinking, unknown=unknown)
 
 
 def _need_vllm(reason: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ...dataflow.errors import UserError
 from ...dataflow.model_location import find_model_folder
 
-_TOOL_PARSERS = {"cohere": "cohere_command3", "hf": "none"}
+_TOOL_PARSERS = {"cohere": "cohere_command3", "hf": "auto"}
 """Maps modes of vLLM's renderers to tool parsers, where the names differ."""
 
 

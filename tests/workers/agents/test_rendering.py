@@ -250,6 +250,24 @@ def test_template_variables_apply_to_tails(load: Load):
     )
 
 
+def test_all_tokens_that_end_a_turn_are_left_out_after_a_stop_token(load: Load):
+    renderer = load("wrapped")  # such as Command R
+    longer = Conversation((USER, Message("assistant", "3"), AGAIN))
+    shown = "<|im_start|>user<|message|>Sure?<|im_end|><|im_start|>assistant<|message|>"
+    assert renderer.decode(renderer.tail(longer, 2, renderer.stop_token_ids[0])) == shown
+    cut = renderer.tail(longer, 2, ids_of(renderer, "3")[-1])
+    assert renderer.decode(cut) == "<|end|><|im_end|>" + shown
+
+
+def test_templates_that_want_null_and_arguments_as_text_get_them(load: Load):
+    """Pitfall 5: DeepSeek's templates drop calls next to an empty text."""
+    renderer = load("nulls")
+    longer = Conversation((USER, Message("assistant", "", (CALL,)), RESULT), (ADD,))
+    text = '[INST]What is 1 + 2?[/INST][TOOL_CALLS]add{"a": 1, "b": 2}</s>[INST]3[/INST]'
+    assert renderer.decode(renderer.render(longer)) == text
+    assert renderer.decode(renderer.tail(longer, 2, renderer.stop_token_ids[0])) == "[INST]3[/INST]"
+
+
 def test_tails_do_not_take_longer_in_long_conversations(load: Load):
     """Counts rendered characters, because time depends on the machine."""
     renderer, rendered = load("qwen3"), list[int]()
@@ -285,7 +303,7 @@ def test_a_template_without_calls_in_the_history_is_refused_by_name(load: Load):
     longer = Conversation((USER, Message("assistant", "", (CALL,)), RESULT), (ADD,))
     with pytest.raises(UserError, match="leaves out an assistant's turn"):
         renderer.tail(longer, 2, renderer.stop_token_ids[0])
-    assert "3" in renderer.decode(renderer.render(longer))
+    assert "3" in renderer.decode(renderer.render(replace(longer, tools=())))
 
 
 def test_a_template_that_refuses_messages_says_so(load: Load):
@@ -476,6 +494,16 @@ def test_loading_a_renderer_imports_neither_torch_nor_vllm(tmp_path: Path):
     )
     command = [sys.executable, "-c", program, str(family_folder(tmp_path / "m", "qwen3"))]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_tools_are_refused_where_the_format_of_calls_is_unknown(tmp_path: Path):
+    folder = family_folder(tmp_path / "m", "blocks")
+    conversation = Conversation((USER,), (ADD,))
+    with pytest.raises(UserError, match=r"no known format of tool calls. Set tool_parser"):
+        Renderer.load(folder).render(conversation)
+    assert Renderer.load(folder).render(replace(conversation, tools=()))
+    for name in ("none", "hermes"):
+        assert Renderer.load(folder, tool_parser=name).render(conversation)
 
 
 def test_parsers_of_vllm_are_refused_by_name_without_vllm(
