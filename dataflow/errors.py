@@ -27,6 +27,7 @@
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
      │           └─ DeadlineError (TimeoutError)   a call was not answered in time
+     ├─ RequestError                           a client of the gateway sent a request that it cannot answer
      └─ BrokenRule                             an event of a log breaks a rule; `weft buffer check` reports it
 
     BaseException
@@ -288,6 +289,24 @@ class DeadlineError(WorkerDied, TimeoutError):
     """A call was not answered in time. The message names the call."""
 
     advice = "If the call needs more time, raise Driver(call_timeout_s=...); otherwise see the process's log in the run's logs/."
+
+
+# Requests of clients
+
+
+class RequestError(WeftError):
+    """A client of the gateway sent a request that it cannot answer.
+
+    Args:
+        status: HTTP status of the reply.
+        kind: the error's type in OpenAI's and Anthropic's protocols, such as `invalid_request_error`.
+        message: names the field, its value and the rule.
+    """
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
 
 
 # Findings of the checker

@@ -85,13 +85,11 @@ class _ChatTemplate:
                     f"the last message is the assistant's and should be continued, but has {'images' if content else 'no text'}"
                 )
             messages[-1] = {**messages[-1], "content": content + mark}
+        if self._wants_blocks:
+            messages = [_as_blocks(message) for message in messages]
         try:
-            text = self._template(bool(tools)).render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
+            text = self._fill(
+                messages, tools, {**variables, "add_generation_prompt": add_generation_prompt}
             )
         except UserError:
             raise
@@ -106,6 +104,31 @@ class _ChatTemplate:
             )
         # If the template trimmed the mark's space, it also trims messages, so trim the text.
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
+
+    def _fill(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        given = {**self.special_tokens, **variables}
+        return self._template(bool(tools)).render(
+            messages=messages, tools=tools or None, documents=None, **given
+        )
+
+    @functools.cached_property
+    def _wants_blocks(self) -> bool:
+        """Whether the template writes text in blocks only, and silently drops strings."""
+
+        def shows(content: Any) -> bool:
+            message = {"role": "user", "content": content}
+            try:
+                return mark in self._fill([message], None, {"add_generation_prompt": False})
+            except Exception:  # the template needs other messages
+                return False
+
+        mark = "WEFT_WRITES_THIS"
+        return not shows(mark) and shows([{"type": "text", "text": mark}])
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template variables for the user's settings. Renames a variable in `THINKING`
@@ -185,6 +208,12 @@ def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
         f"the content of a message of role {role!r} is a list of content blocks ({', '.join(sorted(kinds))}); Weft takes blocks of type "
         "'text' and 'image': images themselves go into a column 'images', and rows with video or audio are left out"
     )
+
+
+def _as_blocks(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": blocks or []}
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,6 +11,7 @@ from tiny_tokenizers import BLUE, GREEN, USER, complaint, jsonl, qwen_like, text
 
 from weft.dataflow.errors import UserError
 from weft.dataflow.prompts.prompts import Prompts
+from weft.dataflow.prompts.tokenizer import Tokenizer
 
 CHAT = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -213,3 +214,15 @@ def test_a_chat_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None
     folder = qwen_like(tmp_path / "evil")
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     assert "unsafe" in complaint(jsonl(tmp_path / "p.jsonl", [{"prompt": [USER]}]), folder)
+
+
+def test_templates_that_write_only_blocks_get_texts_in_blocks(tmp_path: Path):
+    folder = qwen_like(tmp_path / "blocks")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{% for b in m.content %}{{ b.text }}{% endfor %};{% endfor %}"
+    )
+    chat = Tokenizer.load(folder).chat
+    assert chat.render([USER, BLUE]) == "[user]What color is the sky?;[assistant]It is blue.;"
+    assert chat.render([USER, BLUE], continue_last=True).endswith("[assistant]It is blue.")
+    blocks = [{"type": "text", "text": "What color "}, {"type": "text", "text": "is the sky?"}]
+    assert chat.render([{"role": "user", "content": blocks}]) == "[user]What color is the sky?;"
