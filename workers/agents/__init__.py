@@ -1,0 +1,1 @@
+"""Agents: train through any harness, on exactly the tokens that the model sampled."""
