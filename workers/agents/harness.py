@@ -47,7 +47,7 @@ class HarnessPlan:
     python: str
     """The interpreter."""
     paths: tuple[str, ...]
-    """Folders from which the harness imports the user's modules."""
+    """Folders of the user's modules, for imports."""
     writes: tuple[str, ...]
     variables: tuple[str, ...]
     deadline_s: float
@@ -84,14 +84,14 @@ class Harness(Config):
     """Columns that the harness returns, "reward" among them. Set it if the harness returns a
     dictionary with more columns, which are numbers, texts or lists."""
     deadline_s: float = pydantic.Field(default=600.0, gt=0)
-    """[s] Time limit of an episode from its first turn, without the time in which the model samples.
-    A later episode gets reward 0. Raise it for tasks with many slow tool calls."""
+    """[s] Time limit of an episode from its first turn. Time of sampling does not count. An episode
+    that exceeds the limit gets reward 0. Raise it for tasks with many slow tool calls."""
     turn_deadline_s: float = pydantic.Field(default=120.0, gt=0)
     """[s] Time limit of the harness's work after each answer of the model, such as tool calls or
-    the final grading. A later episode gets reward 0. Raise it for slow tools."""
+    the final grading. An episode that exceeds it gets reward 0. Raise it for slow tools."""
     setup_deadline_s: float = pydantic.Field(default=120.0, gt=0)
-    """[s] Time limit for loading the harness, and for an episode's work before its first turn. A
-    later episode is run again, and then dropped. Raise it if tasks start slow services."""
+    """[s] Time limit for loading the harness, and for an episode's work before its first turn. An
+    episode that exceeds it is run again, and then dropped. Raise it if tasks start slow services."""
     concurrency: int = pydantic.Field(default=32, ge=1, le=100_000)
     """[episodes] Maximum number of episodes at a time, each in a process. Raise it if the model
     waits for slow tools; lower it if the episodes need too much memory or CPU."""
@@ -177,7 +177,9 @@ class Function(Harness):
             if place.endswith(".py"):
                 place = str(Path(place).absolute())
                 if not Path(place).is_file():
-                    raise UserError(f"Function.function={self.function!r}: there is no file {place}")
+                    raise UserError(
+                        f"Function.function={self.function!r}: the file {place} does not exist"
+                    )
             return {"function": f"{place}:{name}"}
         if self.python is not None:
             raise UserError(
@@ -222,7 +224,7 @@ class Command(Harness):
         first, *rest = self.command
         found = shutil.which(first)
         if found is None:
-            raise UserError(f"Command.command: there is no program {first!r} in PATH or at this path")
+            raise UserError(f"Command.command: neither PATH nor this path has the program {first!r}")
         rest = [os.path.abspath(each) if os.path.exists(each) else each for each in rest]
         command = [os.path.abspath(found), *rest]
         return {"pickle": _pickled(functools.partial(run_command, command), self.title)}
@@ -265,11 +267,13 @@ class Environment(Harness):
 
 
 class Verifiers(Harness):
-    """A task set of verifiers ≥ 0.4 and its harness, in a Python environment of their own.
+    """A task set of verifiers ≥ 0.4 and its harness, in a separate Python environment.
 
     In a shell: python -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers uv
 
-    harness = Verifiers(env={"taskset": {"id": "my-tasks"}}, python=".venv-verifiers/bin/python")
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "my-tasks"}, "agent": agent}
+    harness = Verifiers(env=env, python=".venv-verifiers/bin/python")
     prompts = weft.Prompts.from_rows(harness.rows(1000))
 
     Weft calls the environment itself, so nothing is uploaded.
@@ -277,7 +281,7 @@ class Verifiers(Harness):
 
     env: Mapping[str, Any]
     """Required. Set it to the environment's configuration, like the table `[env]` of its files:
-    {"taskset": {"id": ...}, "agent": {"harness": {"id": ...}}}."""
+    {"taskset": {"id": ...}, "agent": {"harness": {"id": ...}, "runtime": {"type": ...}}}."""
     python: Path
     """Required. Set it to the Python interpreter of an environment with verifiers and the task set."""
 
@@ -294,7 +298,10 @@ class Verifiers(Harness):
             raise UserError(
                 f"Verifiers.python: {self.python} is not a program; make the environment first"
             )
-        return {"function": f"{_VERIFIERS_PROGRAM}:make", "arguments": {"env": dict(self.env)}}
+        # The harness has another home folder, but shall not download its programs in each run.
+        cache = os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv")
+        arguments = {"env": dict(self.env), "uv_cache": cache}
+        return {"function": f"{_VERIFIERS_PROGRAM}:make", "arguments": arguments}
 
     def rows(self, number: int) -> list[dict[str, Any]]:
         """Return the first tasks as rows with the columns `prompt` and `task`, which an episode needs.

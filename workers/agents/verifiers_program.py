@@ -6,6 +6,7 @@ the environment as JSON.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -15,8 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verifiers.v1.clients import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+from verifiers.v1.runtimes import (  # pyright: ignore[reportMissingImports]
+    SubprocessConfig,
+    provision_runtime,
+)
 from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
     load_environment,
+    load_harness,
     resolve_env_config,
 )
 
@@ -36,11 +42,23 @@ def _failure(name: str, text: str) -> Exception:
     return error
 
 
-def make(env: Mapping[str, Any]) -> Callable[..., Any]:
+def make(env: Mapping[str, Any], uv_cache: str) -> Callable[..., Any]:
     """Load an environment: {"taskset": {"id": ..., ...}, "agent": {"harness": {"id": ...}}, ...}."""
     # Programs of harnesses are installed by uv, which may be in this environment only.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    return functools.partial(run_episode, load_environment(resolve_env_config(dict(env))))
+    os.environ["UV_CACHE_DIR"] = uv_cache
+    environment = load_environment(resolve_env_config(dict(env)))
+    asyncio.run(_install_harnesses(environment))
+    return functools.partial(run_episode, environment)
+
+
+async def _install_harnesses(environment: Any) -> None:
+    """Install the programs of local harnesses once, so that episodes find them."""
+    for agent, config in environment.config.agent_harnesses().items():
+        runtime = getattr(environment.config, agent).runtime
+        if isinstance(runtime, SubprocessConfig):
+            async with provision_runtime(runtime) as box:
+                await load_harness(config).setup(box)
 
 
 async def run_episode(environment: Any, row: Mapping[str, Any], *, base_url: str, api_key: str) -> float:

@@ -45,8 +45,15 @@ class Rig:
         with self.runner.sampling(head.split("/e/")[1].split("/")[0]):
             self.requests.append(request)
             status, reply = self.answer(request)
-        body = json.dumps(reply)
-        head = f"HTTP/1.1 {status} Status\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        body, kind = json.dumps(reply), "application/json"
+        if request.get("stream") and status == 200:  # all in one event
+            [choice] = reply["choices"]
+            chunk = {"index": 0, "delta": choice["message"], "finish_reason": "stop"}
+            named = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
+            body = f"data: {json.dumps({**named, 'choices': [chunk]})}\n\ndata: [DONE]\n\n"
+            kind = "text/event-stream"
+        head = f"HTTP/1.1 {status} Status\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        head += "Connection: close\r\n\r\n"
         writer.write((head + body).encode())
         await writer.drain()
         writer.close()

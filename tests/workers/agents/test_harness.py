@@ -22,7 +22,7 @@ from weft.workers.agents.failures import (
     NoVerdict,
     TurnTimedOut,
 )
-from weft.workers.agents.harness import Command, Environment, Function, Harness, HarnessPlan
+from weft.workers.agents.harness import Command, Environment, Function, Harness, HarnessPlan, Verifiers
 
 # Settings
 
@@ -37,43 +37,29 @@ def with_a_lock() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("harness", "said"),
+    ("kind", "settings", "said"),
     [
-        (
-            lambda: Function(function=lambda row: 1.0),
-            "cannot be called as run(row, base_url=..., api_key=...)",
-        ),
-        (lambda: Function(function=with_a_lock()), "cannot be sent to its own process: cannot pickle"),
-        (lambda: Function(function="agent"), "must be like 'package.module:name' or 'file.py:name'"),
-        (lambda: Function(function="no/file.py:run"), "there is no file"),
-        (
-            lambda: Function(function="m:run", python=Path("no/python")),
-            "Function.python: no/python is not a program",
-        ),
-        (lambda: Function(function=run, python=Path(sys.executable)), "name it by its place"),
-        (
-            lambda: Function(function=run, variables=("NO_SUCH_KEY",)),
-            "the environment has no NO_SUCH_KEY",
-        ),
-        (lambda: Function(function=run, writes=("score",)), "must have 'reward'"),
-        (lambda: Function(function=run, deadline_s=0), "should be greater than 0"),
-        (lambda: Command(command="python agent.py"), "must be a program and its arguments"),
-        (lambda: Command(command=("no-such-agent",)), "there is no program 'no-such-agent'"),
-        (lambda: Environment(environment=games.Count(1)), "should be callable"),
-        (
-            lambda: Environment(environment=lambda: games.Count(1)),
-            "must be a class with a method 'reset'",
-        ),
-        (lambda: Environment(environment=games.NeedsArguments), "fix them with functools.partial"),
-        (
-            lambda: Environment(environment=games.WithoutTypes),
-            "method WithoutTypes.move cannot be a tool",
-        ),
+        (Function, {"function": lambda row: 1.0}, "called as run(row, base_url=..., api_key=...)"),
+        (Function, {"function": with_a_lock()}, "cannot be sent to its own process: cannot pickle"),
+        (Function, {"function": "agent"}, "must be like 'package.module:name' or 'file.py:name'"),
+        (Function, {"function": "no/file.py:run"}, "does not exist"),
+        (Function, {"function": "m:run", "python": "no/python"}, "no/python is not a program"),
+        (Function, {"function": run, "python": sys.executable}, "name it by its place"),
+        (Function, {"function": run, "variables": ("NO_SUCH_KEY",)}, "environment has no NO_SUCH_KEY"),
+        (Function, {"function": run, "writes": ("score",)}, "must have 'reward'"),
+        (Function, {"function": run, "deadline_s": 0}, "should be greater than 0"),
+        (Command, {"command": "python agent.py"}, "must be a program and its arguments"),
+        (Command, {"command": ("no-such-agent",)}, "has the program 'no-such-agent'"),
+        (Environment, {"environment": games.Count(1)}, "should be callable"),
+        (Environment, {"environment": lambda: games.Count(1)}, "a class with a method 'reset'"),
+        (Environment, {"environment": games.NeedsArguments}, "fix them with functools.partial"),
+        (Environment, {"environment": games.WithoutTypes}, "WithoutTypes.move cannot be a tool"),
+        (Verifiers, {"env": {}, "python": "no/python"}, "no/python is not a program"),
     ],
 )
-def test_a_bad_harness_is_refused_before_anything_starts(harness: Any, said: str):
+def test_a_bad_harness_is_refused_before_anything_starts(kind: Any, settings: Any, said: str):
     with pytest.raises(UserError) as caught:
-        harness().plan()
+        kind(**settings).plan()
     assert said in str(caught.value)
 
 
@@ -132,7 +118,8 @@ def test_a_command_without_a_verdict_is_not_scored_zero(
 ):
     """Pitfall 12: a missing or broken reward file."""
     [failure] = command.run(row)
-    assert type(failure) is kind and said in str(failure) and not failure.scored
+    assert isinstance(failure, EpisodeFailure) and not failure.scored
+    assert type(failure) is kind and said in str(failure)
 
 
 @pytest.fixture(scope="module")

@@ -116,8 +116,8 @@ def test_a_harness_that_fails_is_run_again_and_not_scored_zero(
 ):
     """Pitfall 12: an exception, in grading or elsewhere, gives no reward."""
     failure, other = rig.run({"does": does}, {"does": "return", "value": 1})
+    assert isinstance(failure, EpisodeFailure) and not failure.scored and failure.retried
     assert type(failure) is kind and said in str(failure)
-    assert not failure.scored and failure.retried
     assert other == {"reward": 1.0}, "other episodes go on"
 
 
@@ -374,8 +374,8 @@ def test_a_harness_that_cannot_be_loaded_ends_the_run_before_its_start(
     tmp_path: Path, source: str, said: str
 ):
     (tmp_path / "agent.py").write_text(source)
-    late = {"setup_deadline_s": 1.0} if "sleep" in source else {}  # waited out
-    plan = Function(function=f"{tmp_path}/agent.py:run", **late).plan()
+    late_s = 1.0 if "sleep" in source else 60.0
+    plan = Function(function=f"{tmp_path}/agent.py:run", setup_deadline_s=late_s).plan()
 
     async def start() -> None:
         runner = EpisodeRunner(plan, tmp_path / "scratch", tmp_path / "log")
