@@ -201,9 +201,13 @@ class Episode:
         return bool(data)
 
     def kill(self) -> None:
-        for kill in (os.killpg, os.kill):  # it may not have made its group yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.pid, signal.SIGKILL)
+        self.kill_group()
+        os.kill(self.pid, signal.SIGKILL)  # it may not have made its group yet
+
+    def kill_group(self) -> None:
+        """Kill the processes that did not leave the episode's group, even while they fork."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -322,6 +326,7 @@ class ForkServer:
                 self.kept.discard(found[0])
                 episode = self.episodes.pop(found[0], None)
                 if episode is not None:
+                    episode.kill_group()
                     ended.append((episode, os.waitstatus_to_exitcode(found[1])))
         # Any other child is an orphan of an episode that has ended.
         kill_children(keep={*self.kept, *self.episodes})

@@ -78,6 +78,18 @@ def leave_children(row: Mapping[str, Any]) -> float:
     return 1.0
 
 
+def leave_a_hopping_process(row: Mapping[str, Any]) -> float:
+    """Leave a process behind that replaces itself by a fork, again and again."""
+    if os.fork() == 0:
+        for _ in range(100_000):
+            with open(row["file"], "a") as file:
+                file.write("x")
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+    return 1.0
+
+
 def raise_in_a_fork(_: Any) -> float:
     pid = os.fork()
     if pid == 0:
@@ -125,6 +137,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     name: globals()[name]
     for name in (
         *("hang", "busy_loop", "hold_the_interpreter", "flood", "leave_children", "raise_in_a_fork"),
+        "leave_a_hopping_process",
         *("close_all_descriptors", "close_output", "leave_a_thread", "raise_another", "numbers"),
     )
 } | {

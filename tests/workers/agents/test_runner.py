@@ -1,6 +1,7 @@
 """Episodes in processes: results, failures, deadlines, and what harnesses leave behind."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from weft.workers.agents.failures import (
     TurnTimedOut,
 )
 from weft.workers.agents.harness import Function, HarnessPlan
+from weft.workers.agents.harness_process import children_by_parent
 from weft.workers.agents.runner import Clock, EpisodeRunner, result_of
 
 
@@ -150,6 +153,17 @@ def test_processes_that_an_episode_leaves_behind_are_killed(rig: Rig, tmp_path: 
     assert not list((rig.folder / "scratch").glob("*/*/*")), "and so are its files"
 
 
+def test_a_process_that_changes_its_number_is_killed(rig: Rig, tmp_path: Path):
+    file = tmp_path / "hops"
+    assert rig.run({"does": "leave_a_hopping_process", "file": str(file)}) == [{"reward": 1.0}]
+    until, sizes = time.monotonic() + 30, [-1, -2, -3]
+    while len(set(sizes[-3:])) > 1:  # it grows with every hop
+        assert time.monotonic() < until
+        time.sleep(0.1)
+        sizes.append(file.stat().st_size if file.exists() else 0)
+    assert sizes[-1] < 50_000, "it would have ended by itself at 100,000"
+
+
 def test_a_cancelled_episode_is_killed_with_its_processes(rig: Rig, tmp_path: Path):
     file = tmp_path / "pids"
 
@@ -256,6 +270,53 @@ def test_a_stopped_fork_server_is_killed_and_replaced(tmp_path: Path, monkeypatc
     rig.runner._plan = dataclasses.replace(rig.runner._plan, setup_deadline_s=60.0)
     assert rig.run({"does": "return", "value": 1}) == [{"reward": 1.0}]
     rig.close()
+
+
+@pytest.mark.thorough
+def test_random_kills_of_any_process_lose_no_episode(tmp_path: Path):
+    rig = rig_with(tmp_path)
+    seen: set[int] = set()
+
+    def below(pid: int) -> list[int]:
+        tree = children_by_parent()
+        found = [pid]
+        for each in found:  # grows
+            found += tree.get(each, [])
+        return found
+
+    async def attempt_until_done(number: int) -> float:
+        while True:
+            row = {"does": "return", "value": number, "turns": 3}
+            result = await rig.episode(f"key{number}", **row)
+            if isinstance(result, dict):
+                return result["reward"]
+            assert isinstance(result, HarnessDied | HarnessRaised | SetupTimedOut), result
+
+    async def kill_at_random(random: Random) -> int:
+        kills = 0
+        while kills < 30:
+            await asyncio.sleep(random.uniform(0.01, 0.1))
+            server = rig.runner._server
+            processes = [] if server is None else below(server._process.pid)
+            seen.update(processes)
+            if processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(random.choice(processes), signal.SIGKILL)
+                    kills += 1
+        return kills
+
+    async def both() -> list[float]:
+        killing = asyncio.ensure_future(kill_at_random(Random(0)))
+        done: list[float] = []
+        while not killing.done():
+            done += await asyncio.gather(*[attempt_until_done(at) for at in range(12)])
+        await killing
+        return done
+
+    done = rig.wait(both())
+    rig.close()
+    assert len(done) % 12 == 0 and set(done) == set(map(float, range(12)))
+    await_end([*seen])
 
 
 class FakeLoop:
@@ -395,6 +456,7 @@ def test_a_function_of_a_script_needs_no_guard_and_dies_with_its_parent(tmp_path
     script.write_text(f"""
 import asyncio, json, os, subprocess, sys
 from pathlib import Path
+from weft.workers.agents.harness_process import children_by_parent
 from weft.workers.agents.harness import Function
 from weft.workers.agents.runner import EpisodeRunner
 
