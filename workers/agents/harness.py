@@ -145,6 +145,9 @@ class Function(Harness):
         client = AsyncOpenAI(base_url=base_url, api_key=api_key)
         ...
         return 1.0
+
+    Weft imports the function once and forks a process for each episode. Create clients, connections
+    and threads inside the function: a fork has no threads, and shares connections with others.
     """
 
     function: Callable[..., Any] | str
