@@ -267,11 +267,13 @@ def test_no_module_is_named_after_nothing():
 
 def test_every_exception_is_in_the_tree_of_one_file():
     tree = ROOT / "dataflow" / "errors.py"
+    of_episodes = ROOT / "workers" / "agents" / "failures.py"  # caught by Weft, and never end a run
     known = {node.name for node in ast.walk(parsed(tree)) if isinstance(node, ast.ClassDef)}
     elsewhere = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}"
         for file in library_files()
-        if file != tree and room_of(module_name(file)) not in {"benchmarks", "examples", "tests"}
+        if file not in (tree, of_episodes)
+        and room_of(module_name(file)) not in {"benchmarks", "examples", "tests"}
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.ClassDef)
         for base in node.bases

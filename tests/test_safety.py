@@ -27,6 +27,10 @@ EXCUSED = {
         "cloudpickle",
         "pickle",
     },  # Ray's actor class, read once its environment is set
+    "workers/agents/harness.py": {"cloudpickle"},
+    "workers/agents/harness_process.py": {
+        "pickle"
+    },  # the user's function, over a socket pair from the process that started this one
     "workers/rewards/main_thread.py": {"pickle"},  # a pipe between a rank and its forked child
     "workers/rewards/code_program.py": {"exec"},  # runs in a sandbox: `workers/sandbox.py`
     "commands/run.py": {"runpy.run_path"},  # `weft run SCRIPT` runs the user's file, as Python does

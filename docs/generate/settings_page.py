@@ -52,6 +52,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.prompts.formats import ReadSettings
 from weft.workers.actor import ActorConfig
 from weft.workers.adaptive_kl import AdaptiveKlConfig
+from weft.workers.agents.harness import Command, Environment, Function, Harness, Verifiers
 from weft.workers.critic import CriticConfig
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.reward import RewardConfig
@@ -114,6 +115,11 @@ SECTIONS = (
     ),
     Section(
         "Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)
+    ),
+    Section(
+        "Harnesses",
+        "Programs that let the model act, for `rollout.run(prompts, harness=...)`.",
+        (Harness, Function, Command, Environment, Verifiers),
     ),
     Section(
         "Losses",

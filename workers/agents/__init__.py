@@ -1,1 +1,1 @@
-"""Agents: harnesses talk HTTP to a gateway, and rows keep the exact tokens that the model sampled."""
+"""Agents: the model acts in harnesses, which talk to it over HTTP, and trains on the tokens it sampled."""
