@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import ADVANTAGES, BASELINE_REWARD, RESPONSE_IDS, RESPONSE_MASK, REWARD
+from ..dataflow.column import (
+    ADVANTAGES,
+    BASELINE_REWARD,
+    EPISODE_ID,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    REWARD,
+)
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Mean, Metrics
 from ..dataflow.operation import Shape, node
-from .loss import response_rows
+from .episodes import Episodes
+from .loss import PackedRows, response_rows
 from .values import whitened
 
 if TYPE_CHECKING:
@@ -27,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of B responses, the input of an estimator. The tensors have no gradient.
+    """Outcomes of B episodes, the input of an estimator. Without a harness, each response is an
+    episode. The tensors have no gradient.
 
     >>> Outcomes.of([1.0, 0.0], groups=[0, 0]).lengths.tolist()
     [1, 1]
@@ -36,9 +45,9 @@ class Outcomes:
     rewards: Tensor
     """[B]; converted to float32 before comparisons."""
     groups: Tensor
-    """[B] int64: group index of each row, from 0 to the number of groups - 1, in any order."""
+    """[B] int64: group index of each episode, from 0 to the number of groups - 1, in any order."""
     lengths: Tensor
-    """[B] int64: trained tokens of each response."""
+    """[B] int64: trained tokens of each episode."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns that the estimator's attribute `reads` names, [B] each."""
 
@@ -202,12 +211,13 @@ def is_group_relative(estimator: object) -> bool:
 
 def have_equal_rewards(samples: Batch, reward: str) -> np.ndarray:
     """Return whether the rewards of each group are equal: [groups] bool, in the order of
-    `samples.groups()`; false for groups with a NaN.
+    `samples.groups()`; false for groups with a NaN. Only episodes that vote count (`Episodes`).
 
     >>> have_equal_rewards(Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0]), "reward").tolist()
     [False, True]
     """
-    rewards, (groups, index) = samples.numpy(reward), samples.groups()
+    episodes, (groups, of_row) = Episodes.of(samples), samples.groups()
+    rewards, index = episodes.values(reward), of_row[episodes.first]
     first = np.zeros(len(groups), dtype=rewards.dtype)
     first[index] = rewards
     return np.bincount(index, weights=rewards != first[index], minlength=len(groups)) == 0
@@ -236,7 +246,7 @@ def groups_without_signal(
 @node(
     shape=Shape.GROUP,
     reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
-    may_read=(RESPONSE_MASK,),
+    may_read=(RESPONSE_MASK, EPISODE_ID),
     writes=(ADVANTAGES,),
     measure=groups_without_signal,
 )
@@ -247,7 +257,10 @@ def group_advantages(
     reward: str = str(REWARD),
     whiten: bool = False,
 ) -> Batch:
-    """Compute advantages within each group, equal for all tokens of a response.
+    """Compute advantages within each group, equal for all trained tokens of an episode.
+
+    An episode counts once, however many rows it has. Masked tokens have an advantage of 0. Episodes
+    without a trained token do not count, and their advantages are 0.
 
     Args:
         samples: whole groups.
@@ -260,17 +273,25 @@ def group_advantages(
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
     [[0.5, 0.5], [-0.5]]
     """
-    _, index = samples.groups()
-    others = _columns_of(estimator)
-    rows = response_rows(samples, RESPONSE_IDS, reward, *others)
-    groups = torch.from_numpy(index.astype(np.int64, copy=False))
-    outcomes = Outcomes(
-        rows[reward], groups, rows.trained_lengths.long(), {name: rows[name] for name in others}
-    )
-    advantages_T = rows.per_token(estimator(outcomes))
+    rows = response_rows(samples, RESPONSE_IDS)
+    advantages_B = episode_advantages(Episodes.of(samples), rows, estimator, reward)
+    advantages_T = rows.only_trained(rows.per_token(advantages_B))
     if whiten:
         advantages_T = whitened(advantages_T, rows)
     return samples.with_columns(advantages=(advantages_T, rows.cu_seqlens))
+
+
+def episode_advantages(
+    episodes: Episodes, rows: PackedRows, estimator: Estimator, reward: str
+) -> Tensor:
+    """Return the advantage of each row's episode: [rows], 0 for episodes that do not vote."""
+    values = [torch.from_numpy(episodes.values(name)) for name in (reward, *_columns_of(estimator))]
+    groups, lengths = episodes.groups()[1], episodes.sums(rows.trained_lengths.numpy())
+    columns = dict(zip(_columns_of(estimator), values[1:], strict=True))
+    outcomes = Outcomes(
+        values[0], torch.from_numpy(groups), torch.from_numpy(lengths.astype(np.int64)), columns
+    )
+    return torch.from_numpy(episodes.to_rows(estimator(outcomes).numpy()))
 
 
 def _centred(outcomes: Outcomes) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import REWARD
+from ..dataflow.column import EPISODE_ID, RESPONSE_MASK, REWARD
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Estimate, Metrics, Sum
 from ..dataflow.operation import Shape, node
 from ..dataflow.tracing import graph
+from .episodes import Episodes
 from .protocols import Rewarder, Rollout
 from .sampling import Sampling
 
@@ -35,7 +36,11 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
-@node(shape=Shape.GROUP, reads=lambda reward, verdict: (reward, verdict))
+@node(
+    shape=Shape.GROUP,
+    reads=lambda reward, verdict: (reward, verdict),
+    may_read=(EPISODE_ID, RESPONSE_MASK),
+)
 def score_prompts(
     samples: Batch,
     *,
@@ -45,7 +50,9 @@ def score_prompts(
     reward: str = str(REWARD),
     verdict: str = str(REWARD),
 ) -> Metrics:
-    """Compute avg@n and pass@k over prompts; the samples of one prompt are not independent.
+    """Compute avg@n and pass@k over prompts; the samples of one prompt are not independent. An
+    episode is one sample, however many rows it has. Episodes and prompts without a trained token do
+    not count.
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
@@ -58,11 +65,11 @@ def score_prompts(
     >>> {name: metric.value for name, metric in score_prompts(samples, n=2, k=(1, 2)).items()}
     {'avg@2': 0.25, 'pass@1': 0.25, 'pass@2': 0.5, 'prompts': 2.0}
     """
-    rewards = samples.numpy(reward).astype(np.float64)
-    groups, index = samples.groups()
+    episodes = Episodes.of(samples)
+    rewards, (groups, index) = episodes.values(reward).astype(np.float64), episodes.groups()
     numbers = np.bincount(index, minlength=len(groups))
-    means = np.bincount(index, weights=rewards, minlength=len(groups)) / np.maximum(numbers, 1)
-    is_solved = samples.numpy(verdict).astype(np.float64) >= solved
+    means = np.bincount(index, weights=rewards, minlength=len(groups)) / numbers
+    is_solved = episodes.values(verdict).astype(np.float64) >= solved
     solving = np.bincount(index, weights=is_solved, minlength=len(groups)).astype(np.int64)
     metrics: Metrics = {f"avg@{n}": Estimate.of(means.tolist())}
     counts = list(zip(numbers.tolist(), solving.tolist(), strict=True))

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import BASELINE_REWARD, REFERENCE_LOGPROBS
+from ..dataflow.column import (
+    BASELINE_REWARD,
+    EPISODE_ID,
+    EPISODE_ROWS,
+    REFERENCE_LOGPROBS,
+    RESPONSE_MASK,
+)
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum
 from ..dataflow.operation import GROUPS, Quorum, Shape, node
 from ..dataflow.tracing import graph
@@ -72,7 +78,7 @@ def grpo(
 # Filters: nodes that select rows.
 
 
-@node(shape=Shape.FILTER, reads=lambda by: (by,), takes=Quorum)
+@node(shape=Shape.FILTER, reads=lambda by: (by,), may_read=(EPISODE_ID, EPISODE_ROWS), takes=Quorum)
 def first_of_group(
     samples: Batch, n: int, *, by: str = "reward", deadline_s: float | None = None
 ) -> Batch:
@@ -82,6 +88,8 @@ def first_of_group(
     `rollout.generate(prompts, n=10)`, then `first_of_group(samples, 8)`. Weft skips work on
     canceled rows and discards late results.
 
+    If some rows of an episode are not among the first `n`, the others are dropped too.
+
     Args:
         n: rows to keep per group; smaller groups keep all.
         deadline_s: seconds after a group's first finished row until the group continues with fewer
@@ -90,15 +98,18 @@ def first_of_group(
     >>> first_of_group(Batch.of(sample_id=[1, 2], reward=[0.0, 1.0]), 2).numpy("sample_id").tolist()
     [1, 2]
     """
-    # The buffer applies the limit, so keep every row that arrives here.
-    return samples
+    # The buffer applies the limit, so keep every row that arrives here, except parts of episodes.
+    if EPISODE_ROWS not in samples:
+        return samples
+    index = samples.groups(EPISODE_ID)[1]
+    return samples.take(np.flatnonzero(np.bincount(index)[index] == samples.numpy(EPISODE_ROWS)))
 
 
-@node(shape=Shape.FILTER, reads=lambda by: (by,), takes=GROUPS)
+@node(shape=Shape.FILTER, reads=lambda by: (by,), may_read=(EPISODE_ID, RESPONSE_MASK), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
     """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
-    groups of one row, but keep groups with a NaN reward. The metric `zero_variance_groups` counts
-    the dropped groups.
+    groups of one episode, but keep groups with a NaN reward. Episodes without a trained token do
+    not count. The metric `zero_variance_groups` counts the dropped groups.
 
     In training, other prompts replace the dropped groups. If all groups have equal rewards,
     sampling never ends.

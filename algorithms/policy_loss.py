@@ -24,7 +24,6 @@ from ..dataflow.column import (
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     RESPONSE_LOGPROBS,
-    RESPONSE_MASK,
 )
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
@@ -108,9 +107,8 @@ class PolicyLoss(AggregatedLoss):
     @property
     def may_read(self) -> tuple[str, ...]:
         trainer = (str(OLD_LOGPROBS),) if self._compares_with_trainer and not self.old else ()
-        return tuple(
-            c for c in (str(RESPONSE_MASK), str(RESPONSE_LOGPROBS), *trainer) if c not in self.reads
-        )
+        wanted = (*super().may_read, str(RESPONSE_LOGPROBS), *trainer)
+        return tuple(c for c in wanted if c not in self.reads)
 
     @property
     def _corrections(self) -> tuple[Correction, ...]:

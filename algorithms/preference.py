@@ -21,6 +21,7 @@ from ..dataflow.column import (
     CHOSEN_IDS,
     CHOSEN_MASK,
     CHOSEN_REFERENCE_LOGPROBS,
+    EPISODE_ID,
     GROUP_ID,
     MISMATCHED_IDS,
     MISMATCHED_LOGPROBS,
@@ -38,9 +39,11 @@ from ..dataflow.column import (
     SAMPLE_ID,
     Column,
 )
+from ..dataflow.errors import UserError
 from ..dataflow.metrics import Estimate, Mean, Metrics, Sum
 from ..dataflow.operation import GROUPS, Shape, node
 from ..dataflow.tracing import graph
+from .episodes import Episodes
 from .loss import Loss
 from .preference_loss import DesirabilityLoss, PreferenceLoss
 from .protocols import Rewarder, Rollout, Scorer, Trainable
@@ -75,27 +78,42 @@ def pairs_with_reference(preferences: Batch) -> Batch:
     return _two_of_each(preferences, {RESPONSE_IDS: ids, REFERENCE_LOGPROBS: reference})
 
 
-@node(shape=Shape.FILTER, reads=(REWARD,), writes=(PREFERRED,), takes=GROUPS)
+@node(
+    shape=Shape.FILTER,
+    reads=(REWARD,),
+    may_read=(EPISODE_ID, RESPONSE_MASK),
+    writes=(PREFERRED,),
+    takes=GROUPS,
+)
 def best_and_worst(samples: Batch) -> tuple[Batch, Metrics]:
     """Keep the best and the worst sample of each group. Drops groups of equal rewards and groups
-    with a NaN reward, and counts them in the metric `tied_groups`.
+    with a NaN reward, and counts them in the metric `tied_groups`. Samples without a trained token
+    do not count. Raises a UserError if the best or the worst sample is an episode of several rows.
 
     >>> samples = Batch.of(sample_id=[1, 2, 3, 4, 5], group_id=[0, 0, 0, 1, 1], reward=[0.5, 0.0, 1.0, 1.0, 1.0])
     >>> kept, metrics = best_and_worst(samples)
     >>> kept["sample_id"].to_pylist(), kept["preferred"].to_pylist(), metrics["tied_groups"].value
     ([3, 2], [1, 0], 1.0)
     """
-    rewards, (groups, index) = samples.numpy(REWARD), samples.groups()
+    episodes = Episodes.of(samples)
+    rewards, (groups, index) = episodes.values(REWARD), episodes.groups()
     # Sample ids break ties, so that the result does not depend on the order of rows.
-    order = np.lexsort((samples.numpy(SAMPLE_ID), rewards, index))
+    order = np.lexsort((samples.numpy(SAMPLE_ID)[episodes.first], rewards, index))
     starts = np.searchsorted(index[order], np.arange(len(groups)))
     # Cut the ends to the number of groups, which is 0 if the batch has no rows.
     worst, best = order[starts], order[np.append(starts[1:], len(order))[: len(groups)] - 1]
     # False for ties and for NaN.
     apart = rewards[best] > rewards[worst]
-    rows = np.stack([best, worst], axis=1)[apart].ravel()
-    kept = samples.take(rows).with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(rows) // 2))
-    return kept, {"tied_groups": Sum(float((~apart).sum()))}
+    picked = np.stack([best, worst], axis=1)[apart].ravel()
+    several = picked[episodes.sums(np.ones(len(samples)))[picked] > 1]
+    if len(several):
+        raise UserError(
+            f"best_and_worst: {episodes.name(several[0])} has several rows, but a preference pair takes one "
+            "response; train such episodes with a policy loss"
+        )
+    kept = samples.take(episodes.first[picked])
+    kept = kept.with_columns(preferred=np.tile(np.array([1, 0], np.uint8), len(picked) // 2))
+    return kept, {"tied_groups": Sum(float(len(samples.groups()[0]) - apart.sum()))}
 
 
 @node(reads=lambda by: (by,), writes=(PREFERRED,))

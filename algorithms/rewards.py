@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..dataflow.batch import Batch
+from ..dataflow.batch import Batch, is_ragged
 from ..dataflow.column import (
+    EPISODE_TOKENS,
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
     RESPONSE_MASK,
     REWARD,
     TOKEN_REWARDS,
+    TURN_ENDS,
 )
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.operation import node
 from .kl import AdaptiveCoefficient, k1
 from .loss import PackedRows, response_rows
+from .turns import Turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +59,11 @@ def penalized_token_rewards(rewards: Tensor, kl: Tensor, rows: PackedRows, coeff
     >>> penalized_token_rewards(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5, 9.0, 0.0]), rows, 0.5).tolist()
     [-0.25, 0.75, 0.0, 2.0]
     """
-    penalties = torch.where(rows.trained > 0, -coefficient * kl, 0.0).float()
-    return penalties + _at_last_trained(rewards, rows)
+    return _penalties(kl, rows, coefficient) + _at_last_trained(rewards, rows)
+
+
+def _penalties(kl: Tensor, rows: PackedRows, coefficient: float) -> Tensor:
+    return torch.where(rows.trained > 0, -coefficient * kl, 0.0).float()
 
 
 def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
@@ -69,7 +75,20 @@ def _at_last_trained(rewards: Tensor, rows: PackedRows) -> Tensor:
     return torch.where(last, rows.per_token(rewards.float()), 0.0)
 
 
-@node(reads=lambda reward: (reward, RESPONSE_IDS), writes=lambda into: (into,))
+def _of_tokens(samples: Batch, reward: str, rows: PackedRows) -> Tensor:
+    """Return the rewards in a column at the last trained token of their response, or of their turn
+    if the column has a reward per turn: [T] float32, 0 elsewhere."""
+    if not is_ragged(samples[reward].type):
+        return _at_last_trained(samples.tensor(reward), rows)
+    turns = Turns.of(samples, rows)
+    return torch.from_numpy(turns.at_ends(turns.rewards(samples, reward), rows))
+
+
+@node(
+    reads=lambda reward: (reward, RESPONSE_IDS),
+    may_read=(EPISODE_TOKENS,),
+    writes=lambda into: (into,),
+)
 def penalize_overlong(
     samples: Batch,
     *,
@@ -80,10 +99,10 @@ def penalize_overlong(
     into: str = "shaped_reward",
 ) -> Batch:
     """Subtract `factor` times `overlong_penalty` from the rewards. Use it before
-    `group_advantages`.
+    `group_advantages`. With the column `episode_tokens`, the length is that of the episode.
 
     Args:
-        max_tokens: longest response that sampling allows.
+        max_tokens: longest response, or most sampled tokens of an episode, that sampling allows.
         buffer_tokens: length of the buffer before the limit.
         factor: reward lost at the limit.
 
@@ -92,13 +111,14 @@ def penalize_overlong(
     [1.0, 0.0]
     """
     rows = response_rows(samples, RESPONSE_IDS, reward)
-    penalty = overlong_penalty(rows.lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
+    lengths = samples.tensor(EPISODE_TOKENS) if EPISODE_TOKENS in samples else rows.lengths
+    penalty = overlong_penalty(lengths, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
     return samples.with_columns(**{into: rows[reward] + factor * penalty})
 
 
 @node(
     reads=lambda reward, old: (reward, old, REFERENCE_LOGPROBS),
-    may_read=(RESPONSE_MASK,),
+    may_read=(RESPONSE_MASK, TURN_ENDS),
     writes=(TOKEN_REWARDS,),
 )
 def token_rewards(
@@ -109,33 +129,39 @@ def token_rewards(
     reward: str = str(REWARD),
     old: str = str(RESPONSE_LOGPROBS),
 ) -> Batch:
-    """Compute token rewards: a KL penalty per token, plus the response's reward at its last trained
-    token.
+    """Compute token rewards: a KL penalty per trained token, plus the response's reward at its last
+    trained token.
 
     Args:
         coefficient: reward lost per nat.
         estimator: `k1`, `k2`, `k3` or `absolute`.
+        reward: column of the rewards; with a reward per turn (`turn_rewards`), each is placed at
+            the last trained token of its turn.
         old: column with the log-probabilities of the sampling policy.
 
     >>> samples = Batch.of(reward=[1.0], response_logprobs=[[-1.0, -1.0]], reference_logprobs=[[-1.5, -1.0]])
     >>> token_rewards(samples, coefficient=0.5)["token_rewards"].to_pylist()
     [[-0.25, 1.0]]
     """
-    rows = response_rows(samples, old, reward, REFERENCE_LOGPROBS)
+    rows = response_rows(samples, old, REFERENCE_LOGPROBS)
     beta = coefficient.value if isinstance(coefficient, AdaptiveCoefficient) else coefficient
-    shaped = penalized_token_rewards(
-        rows[reward], estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta
-    )
+    penalties = _penalties(estimator(rows[old], rows[REFERENCE_LOGPROBS]), rows, beta)
+    shaped = penalties + _of_tokens(samples, reward, rows)
     return samples.with_columns(token_rewards=(shaped, rows.cu_seqlens))
 
 
-@node(reads=lambda reward: (reward, RESPONSE_IDS), may_read=(RESPONSE_MASK,), writes=(TOKEN_REWARDS,))
+@node(
+    reads=lambda reward: (reward, RESPONSE_IDS),
+    may_read=(RESPONSE_MASK, TURN_ENDS),
+    writes=(TOKEN_REWARDS,),
+)
 def outcome_rewards(samples: Batch, *, reward: str = str(REWARD)) -> Batch:
-    """Compute token rewards: the response's reward at its last trained token, 0 elsewhere.
+    """Compute token rewards: the response's reward at its last trained token, 0 elsewhere; with a
+    reward per turn (`reward="turn_rewards"`), each at the last trained token of its turn.
 
     >>> samples = Batch.of(reward=[1.0, 2.0], response_ids=[[5, 6], [7]])
     >>> outcome_rewards(samples)["token_rewards"].to_pylist()
     [[0.0, 1.0], [2.0]]
     """
-    rows = response_rows(samples, RESPONSE_IDS, reward)
-    return samples.with_columns(token_rewards=(_at_last_trained(rows[reward], rows), rows.cu_seqlens))
+    rows = response_rows(samples, RESPONSE_IDS)
+    return samples.with_columns(token_rewards=(_of_tokens(samples, reward, rows), rows.cu_seqlens))

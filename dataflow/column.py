@@ -80,6 +80,24 @@ ROUTES = Column(
     "the generator records it: rollout = weft.group(weft.RolloutWorker, model=..., routes=True)",
 )
 RESPONSE_MASK = Column("response_mask", FLAGS, "[L] 1 for trained tokens; absent: all are trained")
+EPISODE_ID = Column(
+    "episode_id", int64, "the rows of one episode share it; absent: each row is an episode"
+)
+EPISODE_ROWS = Column("episode_rows", int32, "number of rows of the row's episode")
+EPISODE_TOKENS = Column("episode_tokens", int32, "trained tokens of the row's episode, in all its rows")
+_OF_HARNESS = "a rollout with a harness makes it: rollout.run(prompts, harness=...)"
+TURN_ENDS = Column(
+    "turn_ends",
+    INTS,
+    "[turns] positions in response_ids after the last token of each sampled turn",
+    _OF_HARNESS,
+)
+TURN_REWARDS = Column(
+    "turn_rewards",
+    FLOATS,
+    "[turns] reward of each sampled turn",
+    f"{_OF_HARNESS}, if the harness returns 'turn_rewards'",
+)
 TEMPERATURE = Column("temperature", float32, "sampling temperature of the response; absent: 1")
 FINISH_REASON = Column(
     "finish_reason", string, "'stop' (ended by a stop token) or 'length' (reached the limit)"
@@ -168,13 +186,14 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
     RESPONSE_IDS: (
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS),
         *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
+        *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
     MISMATCHED_IDS: (MISMATCHED_MASK, MISMATCHED_LOGPROBS, MISMATCHED_REFERENCE_LOGPROBS),
 }
-"""Maps a column of token ids to the columns with one value per token. New rows with other tokens do
-not inherit these columns."""
+"""Maps a column of token ids to the columns that describe its tokens, their turns or their episode.
+New rows with other tokens do not inherit these columns."""
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 """Maps names to all columns that Weft declares. Users' own columns need no declaration."""

@@ -11,7 +11,14 @@ from ..algorithms.kl import AdaptiveCoefficient, k1
 from ..algorithms.loss import response_rows
 from ..algorithms.rewards import token_rewards
 from ..dataflow.batch import Batch
-from ..dataflow.column import REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_MASK, REWARD, TOKEN_REWARDS
+from ..dataflow.column import (
+    REFERENCE_LOGPROBS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
+    REWARD,
+    TOKEN_REWARDS,
+    TURN_ENDS,
+)
 from ..dataflow.metrics import Mean, Metrics
 from ..dataflow.operation import TrainingBatch
 from ..dataflow.runs.files import Disk
@@ -46,7 +53,7 @@ class AdaptiveKlWorker(Worker):
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
         reads=lambda reward, old: (reward, old, REFERENCE_LOGPROBS),
-        may_read=(RESPONSE_MASK,),
+        may_read=(RESPONSE_MASK, TURN_ENDS),
         writes=(TOKEN_REWARDS,),
     )
     def token_rewards(
@@ -67,14 +74,14 @@ class AdaptiveKlWorker(Worker):
     def update(self, samples: Batch, *, old: str = str(RESPONSE_LOGPROBS)) -> Metrics:
         """Set the next step's coefficient from these samples' divergence. `old` is the column of
         the sampling policy's log-probabilities. Return `kl_coefficient` (used in these rewards) and
-        `kl` (nats per response)."""
+        `kl` (nats per response). Responses without a trained token do not count."""
         used = self.coefficient
         rows = response_rows(samples, old, REFERENCE_LOGPROBS)
         kl = self.config.estimator(rows[old], rows[REFERENCE_LOGPROBS])
-        total = float(kl[rows.trained > 0].sum())
-        if len(samples):
-            self.coefficient = used.updated(total / len(samples), len(samples))
-        return {"kl_coefficient": Mean(used.value), "kl": Mean(total, float(len(samples)))}
+        total, number = float(kl[rows.trained > 0].sum()), float(rows.counted.sum())
+        if number:
+            self.coefficient = used.updated(total / number, number)
+        return {"kl_coefficient": Mean(used.value), "kl": Mean(total, number)}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str | Path) -> float:

@@ -198,7 +198,7 @@ def test_lengths_are_of_trained_tokens_and_another_reward_can_be_compared():
         response_mask=[[1, 0, 1, 1], [1]],
     )
     out = group_advantages(samples, estimator=length_weighted, reward="shaped")
-    assert out["advantages"].to_pylist() == [[0.25] * 4, [-0.75]]
+    assert out["advantages"].to_pylist() == [[0.25, 0.0, 0.25, 0.25], [-0.75]]
 
 
 def test_whitening_is_over_the_trained_tokens():

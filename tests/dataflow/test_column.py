@@ -23,11 +23,13 @@ def test_ragged_columns_have_int32_offsets():
     assert all(not pa.types.is_large_list(c.type) for c in KNOWN.values())
 
 
-def test_the_per_token_columns_are_known_columns():
+def test_the_columns_of_tokens_turns_and_episodes_are_not_inherited_by_other_tokens():
     said = {str(c) for columns in DESCRIBED.values() for c in columns}
-    of_tokens = {
+    of_tokens_and_turns = {
         name
         for name, c in KNOWN.items()
         if c.doc.startswith("[") and not name.endswith("_ids") and name != "images"
     }
-    assert said == of_tokens
+    of_episodes = {name for name in KNOWN if name.startswith("episode_")}
+    assert said == of_tokens_and_turns | of_episodes
+    assert of_episodes == {"episode_id", "episode_rows", "episode_tokens"}

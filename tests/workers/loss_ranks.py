@@ -12,7 +12,7 @@ from ranks import rendezvous
 from spmd import one_step, take_over
 
 from weft.algorithms import preference_loss as preference
-from weft.algorithms.aggregation import fixed_length, sequence_mean
+from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean
 from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
@@ -55,6 +55,7 @@ LOSSES: dict[str, Case] = {
     "grpo": Case(
         PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.1), old="old_logprobs")
     ),
+    "episode mean": Case(PolicyLoss(aggregation=episode_mean)),
     "dr grpo": Case(PolicyLoss(aggregation=fixed_length(16))),
     "dual clip, k2": Case(
         PolicyLoss(surrogate=Clipped(dual=3.0), kl=KlPenalty(coefficient=0.1, estimator=k2))

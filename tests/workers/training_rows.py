@@ -45,19 +45,22 @@ def make_groups(num_groups: int, prompt_tokens: int, responses: Sequence[int]) -
 def make_pairs(rows: Batch) -> Batch:
     """11 pairs with the columns of every loss; the rows of a pair are apart.
 
-    In one pair, a response is fully masked.
+    In one pair, a response is fully masked. Three rows each form an episode, across pairs.
     """
     rng, rows = np.random.default_rng(3), rows.slice(0, 22)
     mask, cu_seqlens = rows.ragged_numpy("response_mask")
     mask, number = mask.copy(), int(cu_seqlens[-1])
     mask[cu_seqlens[5] : cu_seqlens[6]] = 0
     drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
+    trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[cu_seqlens])
+    episode = np.arange(22) // 3
     labels = np.where(rng.random(number) < 0.3, rng.random(number), np.nan).astype(np.float32)
     return rows.with_columns(
         group_id=100 + np.arange(22) // 2,
         preferred=(np.arange(22) % 2 == 0).astype(np.uint8),
         margin=np.repeat(rng.random(11), 2).astype(np.float32),
         reference_point=np.full(22, 0.2, np.float32),
+        episode_tokens=np.bincount(episode, weights=trained)[episode].astype(np.int32),
         response_mask=(mask, cu_seqlens),
         response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
         step_labels=(labels, cu_seqlens),
