@@ -7,11 +7,12 @@ import { block, line } from "./text.js";
 import { ramp, scaleOf, tokens } from "./tokens.js";
 import { promptTurns, responseTurns } from "./turns.js";
 
-const FEW = 12; // branches to show unfolded
+const FEW = 12; // branches and rows to show unfolded
 const DEEPEST = 6; // levels of indentation
 
 const figure = (label, value) => (value == null ? null : h("span", {}, `${label} `, h("b", {}, value)));
 const versions = (range) => (range ? h("span", {}, range[0] === range[1] ? `v${range[0]}` : `v${range[0]} → v${range[1]}`) : null);
+const several = (number, one) => `${count(number)} ${number === 1 ? one : one.endsWith("ch") ? `${one}es` : `${one}s`}`;
 const indent = (depth) => ({ "--depth": String(Math.min(depth, DEEPEST)) });
 
 /** A sampled turn in the form that the token views take. */
@@ -21,14 +22,16 @@ export const sampleOf = (turn, episode) => ({ id: `${episode.episode}/${turn.num
 function lineage(episode, { params, run, set }) {
   const top = topOf([{ rewards: episode.others.map((other) => other.reward) }]);
   const shade = (reward) => (reward == null ? "" : top > 0 && reward >= top * 0.999 ? "full" : reward > 0 ? "half" : "");
-  const about = (other) => `${count(other.turns)} turns, ${count(other.tokens)} tokens in ${count(other.rows)} ${other.rows === 1 ? "row" : "rows"}${other.truncated ? ", truncated" : ""}`;
+  const about = (other) => `${several(other.turns, "sampled turn")} and ${several(other.tokens, "token")} in ${several(other.rows, "row")}${other.truncated ? ", truncated" : ""}`;
   const chip = (other) => h("a", { class: `chip ${other.episode === episode.episode ? "on" : ""}`, key: other.episode, "aria-current": other.episode === episode.episode && "page", title: `episode ${other.episode}: ${about(other)}`, href: link("samples", { ...params, group: episode.group, episode: other.episode, turn: "", sample: "" }) },
     h("span", { class: "pips" }, h("i", { class: shade(other.reward) })), ` ${number(other.reward)}`);
+  const row = (one, place) => h("a", { href: link("samples", { run, group: episode.group, sample: one.id }), title: `row #${one.id}: ${several(one.turns, "sampled turn")}, ${count(one.trained)} of ${several(one.tokens, "token")} trained${one.truncated ? ", truncated" : ""}` }, `row ${place + 1}`);
+  const rows = h("span", { class: "row" }, episode.rows.map(row));
   return h("section", { class: "panel pad lineage", key: "lineage", "aria-label": "lineage" },
     h("p", { class: "row" }, h("span", { class: "faint small" }, "prompt"), h("span", { class: "mono" }, line(episode.prompt, 160) || "(no text)"), h("button", { on: { click: () => set({ episode: "", turn: "", group: episode.group, key: episode.prompt_key }) } }, "Over training")),
-    h("p", { class: "row" }, h("span", { class: "faint small" }, "group"), h("a", { href: link("samples", { run, group: episode.group }) }, `group ${count(episode.group)}`), h("span", { class: "faint small" }, `step ${count(episode.step)} · rewards of its ${count(episode.others.length)} episodes`), h("span", { class: "chips" }, episode.others.map(chip))),
-    h("p", { class: "row" }, h("span", { class: "faint small" }, "rows"), episode.rows.map((row, place) => h("a", { href: link("samples", { run, group: episode.group, sample: row.id }), title: `row #${row.id}: ${count(row.turns)} turns, ${count(row.trained)} of ${count(row.tokens)} tokens are trained${row.truncated ? ", truncated" : ""}` }, `row ${place + 1}`)),
-      episode.rows_made > episode.rows.length ? h("span", { class: "warn-text small" }, `${count(episode.rows_made - episode.rows.length)} more rows are not recorded or not shown`) : null,
+    h("p", { class: "row" }, h("span", { class: "faint small" }, "group"), h("a", { href: link("samples", { run, group: episode.group }) }, `group ${count(episode.group)}`), h("span", { class: "faint small" }, `step ${count(episode.step)} · rewards of its ${several(episode.others.length, "episode")}`), h("span", { class: "chips" }, episode.others.map(chip))),
+    h("div", { class: "row" }, h("span", { class: "faint small" }, "episode"), h("span", { class: "mono" }, episode.episode), episode.rows.length > FEW ? h("details", {}, h("summary", {}, several(episode.rows.length, "row")), rows) : rows,
+      episode.rows_made > episode.rows.length ? h("span", { class: "warn-text small" }, `${several(episode.rows_made - episode.rows.length, "more row")} not recorded or not shown`) : null,
       h("a", { class: "small", href: link("samples", { run, view: "table", filter: `episode = ${episode.episode}` }) }, "as table")));
 }
 
@@ -38,9 +41,9 @@ function outline(episode, { params }) {
   const ends = (branch) => branch.ends.map((row) => [figure("reward", number(episode.rows[row].reward)), episode.rows[row].truncated ? h("span", { class: "warn-text" }, "truncated") : null]);
   const entry = (branch, place) => h("li", { key: String(place), css: indent(branch.depth) },
     h("a", { href: link("samples", { ...params, turn: branch.first }), class: shown(branch, place) ? "on" : "" }, `branch ${place + 1}`), " ", h("span", { class: "mono" }, line(branch.title, 90)),
-    h("span", { class: "meta" }, branch.parent != null ? h("span", {}, `after branch ${branch.parent + 1}`) : null, h("span", {}, `${count(branch.turns)} sampled turns`), h("span", {}, `${count(branch.trained)} of ${count(branch.tokens)} tokens trained`), h("span", {}, `row ${branch.rows.map((row) => (row == null ? "…" : row + 1)).join(", ")}`), ends(branch)));
+    h("span", { class: "meta" }, branch.parent != null ? h("span", {}, `after branch ${branch.parent + 1}`) : null, h("span", {}, several(branch.turns, "sampled turn")), h("span", {}, `${count(branch.trained)} of ${several(branch.tokens, "token")} trained`), h("span", {}, `row ${branch.rows.map((row) => (row == null ? "…" : row + 1)).join(", ")}`), ends(branch)));
   const list = h("ol", { class: "tree" }, episode.branches.map(entry));
-  return h("section", { class: "panel pad", key: "tree", "aria-label": "branches" }, h("h3", {}, "Branches"), episode.branches.length > FEW ? h("details", {}, h("summary", {}, `${count(episode.branches.length)} branches`), list) : list);
+  return h("section", { class: "panel pad", key: "tree", "aria-label": "branches" }, h("h3", {}, "Branches"), episode.branches.length > FEW ? h("details", {}, h("summary", {}, several(episode.branches.length, "branch")), list) : list);
 }
 
 function turnOf(turn, episode, by, scale, context) {
@@ -53,7 +56,7 @@ function turnOf(turn, episode, by, scale, context) {
     : turn.messages.length ? promptTurns(name, turn.messages, render) : block(name, turn.text, render);
   const trained = turn.sampled ? (turn.trained === turn.tokens ? null : turn.trained ? h("span", { class: "warn-text" }, `${count(turn.trained)} trained`) : h("span", { class: "warn-text" }, "not trained")) : h("span", {}, "not trained");
   return h("article", { class: `panel episode-turn ${turn.sampled ? "sampled" : "given"}`, key: `t${turn.number}`, css: indent(depth), "aria-label": `turn ${turn.number + 1}, ${turn.sampled ? "sampled" : "given"}` },
-    h("div", { class: "meta" }, h("a", { href: link("samples", { ...params, turn: turn.number }), title: "permanent link" }, `${turn.number + 1}`), h("b", {}, turn.sampled ? "sampled" : "given"), h("span", {}, `${count(turn.tokens)} tokens`), trained,
+    h("div", { class: "meta" }, h("a", { href: link("samples", { ...params, turn: turn.number }), title: "permanent link" }, `${turn.number + 1}`), h("b", {}, turn.sampled ? "sampled" : "given"), h("span", {}, several(turn.tokens, "token")), trained,
       versions(turn.version), turn.sampled ? figure("mean log-probability", number(turn.logprob)) : null, turn.reward != null ? figure("reward", number(turn.reward)) : null, turn.advantage != null ? figure("advantage", signed(turn.advantage)) : null, turn.truncated ? h("span", { class: "warn-text" }, "truncated") : null,
       h("span", { class: "fill" }), h("span", { class: "faint" }, `branch ${turn.branch + 1}`), turn.sampled ? h("a", { href: link("samples", { run, group: episode.group, sample: turn.row }) }, `#${turn.row}`) : null),
     drawn, turn.cut ? h("p", { class: "faint small" }, `Cut: the turn has ${count(turn.cut)} tokens.`) : null);
@@ -80,7 +83,7 @@ export function episodeDetail(episode, by, colours, context) {
   const { params, set, run } = context;
   const scale = by ? scaleOf(sampledOf(episode), by) : null;
   return h("div", { class: "detail", key: `e${episode.episode}` },
-    h("div", { class: "row" }, h("h2", {}, "Episode", h("small", { title: `episode ${episode.episode}` }, `${count(episode.total)} turns · ${count(episode.branches.length)} ${episode.branches.length === 1 ? "branch" : "branches"} · ${count(episode.rows.length)} ${episode.rows.length === 1 ? "row" : "rows"}`)), h("span", { class: "fill" }),
+    h("div", { class: "row" }, h("h2", {}, "Episode", h("small", {}, `${several(episode.total, "turn")} · ${several(episode.branches.length, "branch")} · ${several(episode.rows.length, "row")}`)), h("span", { class: "fill" }),
       h("button", { "aria-pressed": String(params.as === "tokens"), class: "chip", on: { click: () => set({ as: params.as === "tokens" ? "" : "tokens" }) } }, "as tokens"),
       h("a", { href: link("samples", { run, group: episode.group }) }, "Close")),
     lineage(episode, context),
