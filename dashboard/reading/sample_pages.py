@@ -207,7 +207,7 @@ class SamplePages:
             "prompt_key": first["prompt_key"],
             "turns": turns_of_prompt(first),
             "answer": _cut(first.get("answer")),
-            "samples": [_whole(row, config) | _own_prompt(row, first) for row in rows],
+            "samples": [_whole(row, config) | _own_prompt(row, first, config) for row in rows],
         }
 
     def prompt(self, key: str) -> dict[str, Any]:
@@ -403,10 +403,18 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): part for name, part in parts.items() if isinstance(part, int | float)}
 
 
-def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+def _own_prompt(
+    row: Mapping[str, Any], first: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a row's prompt if it differs from the group's, as for turns of a dialogue."""
-    if row.get("prompt") == first.get("prompt") and row.get("prompt_ids") == first.get("prompt_ids"):
+    has_same_text, ids = row.get("prompt") == first.get("prompt"), row.get("prompt_ids")
+    if has_same_text and ids == first.get("prompt_ids"):
         return {}
+    tokenizer = tokenizer_of(config)
+    if has_same_text and ids and tokenizer is not None:
+        # The text is the prompt of the data; a sub-agent has another one.
+        text = tokenizer.backend.decode(ids[:MOST_TOKENS], skip_special_tokens=False)
+        return {"prompt": text, "prompt_turns": turns_of_prompt({"prompt": text}), "own_prompt": True}
     return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}
 
 

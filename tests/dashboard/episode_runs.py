@@ -158,8 +158,10 @@ def write_run(
     *,
     has_tokenizer: bool = True,
     step: int = 1,
+    prompt: str | None = None,
 ) -> Path:
-    """Write a finished run whose recorder wrote these episodes, of (group, id, reward, rows)."""
+    """Write a finished run whose recorder wrote these episodes, of (group, id, reward, rows).
+    `prompt` is the text of the data's prompt; None: the recorder decodes each row's own."""
     run = root / name
     directory = RunDirectory.create(root, name)
     directory.close()
@@ -171,7 +173,8 @@ def write_run(
     config = {"groups": {"rollout": {"model": str(model if has_tokenizer else run / "nowhere")}}}
     (run / "config.json").write_text(json.dumps(config))
     recorder = RecorderWorker(RecorderConfig(tokenizer=str(model)))
-    rows = Batch.of(**columns_of(episodes))
+    columns = columns_of(episodes)
+    rows = Batch.of(**columns | ({"prompt": [prompt] * len(columns["group_id"])} if prompt else {}))
     steps = {group: step for group, *_ in episodes}
     recorder.record(rows, folder=run / "samples", graph="train", token=step, steps=steps)
     return run

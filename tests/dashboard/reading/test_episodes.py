@@ -409,6 +409,23 @@ def test_a_group_counts_each_episode_once(asked: TestClient):
     assert visits[0]["rewards"] == [1, 0]
 
 
+def test_rows_keep_the_prompt_of_the_data_and_show_their_own(tmp_path: Path):
+    write_run(
+        tmp_path, "told", [(0, 5, 1.0, calculation(3)), (1, 6, 0.0, calculation(4))], prompt="sum?"
+    )
+    client = client_of(tmp_path)
+    said = episode(client, "told", 5)
+    assert said["prompt"] == "sum?"
+    visits = client.get("/api/prompt", params={"run": "told", "key": said["prompt_key"]}).json()[
+        "visits"
+    ]
+    assert [visit["group"] for visit in visits] == [0, 1], "the harness's prompts differ"
+    group = client.get("/api/group", params={"run": "told", "id": 0}).json()
+    assert ["own_prompt" in sample for sample in group["samples"]] == [False, False, True]
+    turns = group["samples"][2]["prompt_turns"]
+    assert [turn["parts"][0]["text"] for turn in turns] == ["You check sums.", "Is it 5?"]
+
+
 def test_rows_without_an_episode_count_by_themselves(tmp_path: Path):
     run = write_run(tmp_path, "some", [(0, 5, 1.0, calculation())])
     plain = pa.table(
