@@ -67,10 +67,11 @@ class Episodes:
         one, other = of_rows[self.first[self.of_row[own]]], of_rows[own]
         wrong = own[(one != other) & ((one == one) | (other == other))]  # NaN equals NaN
         if len(wrong):
-            row = wrong[0]
-            first = self.first[self.of_row[row]]
+            row = int(wrong[0])
+            episode = int(self.of_row[row])
+            first = int(self.first[episode])
             raise UserError(
-                f"{self.name(self.of_row[row])} has different values in column {str(column)!r}: "
+                f"{self.name(episode)} has different values in column {str(column)!r}: "
                 f"{of_rows[first]} in {row_name(self.samples, first)}, {of_rows[row]} in "
                 f"{row_name(self.samples, row)}. An episode has one "
                 "outcome: let the harness return it, or write the same value to all rows of the episode"
@@ -91,7 +92,7 @@ class Episodes:
 
     def name(self, episode: int) -> str:
         """Name an episode in messages."""
-        row = self.first[episode]
+        row = int(self.first[episode])
         if EPISODE_ID in self.samples:
             return f"episode {self.samples.numpy(EPISODE_ID)[row]}"
         return row_name(self.samples, row)
