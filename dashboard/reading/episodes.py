@@ -57,6 +57,8 @@ class EpisodeRow:
     turns: tuple[tuple[int, int], ...] = ()
     """(start, end) of each sampled turn, as positions in `ids`."""
     turn_rewards: Sequence[float] = ()
+    was_sampled: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+    """[L] whether a token is trained or has a log-probability. A sampled token may have one of 0."""
 
     @classmethod
     def of(cls, table: pa.Table) -> EpisodeRow:
@@ -75,7 +77,9 @@ class EpisodeRow:
             if len(values) == len(response) and name not in (*NOT_COLUMNS, "draw_path", "made_before")
         }
         mask = columns.get("response_mask", np.ones(len(response))) != 0
-        turns = _turns(mask, columns.get("response_logprobs"), lists.get("turn_ends"))
+        logprobs = columns.get("response_logprobs", np.where(mask, 1.0, 0.0))
+        was_sampled = mask | (np.nan_to_num(logprobs) != 0)
+        turns = _turns(mask, was_sampled, lists.get("turn_ends"))
         rewards = lists.get("turn_rewards", np.empty(0))
         return cls(
             scalars,
@@ -84,6 +88,7 @@ class EpisodeRow:
             columns,
             tuple((len(prompt) + start, len(prompt) + end) for start, end in turns),
             rewards.tolist() if len(rewards) == len(turns) else (),
+            was_sampled,
         )
 
     @property
@@ -107,9 +112,7 @@ def _values(table: pa.Table, name: str) -> np.ndarray | None:
     return values if is_whole else None
 
 
-def _turns(
-    mask: np.ndarray, logprobs: np.ndarray | None, ends: np.ndarray | None
-) -> list[tuple[int, int]]:
+def _turns(mask: np.ndarray, was_sampled: np.ndarray, ends: np.ndarray | None) -> list[tuple[int, int]]:
     """Return (start, end) of the sampled turns of a response of L tokens.
 
     A turn starts at the first trained token after the previous turn, or, if it is not trained at
@@ -117,13 +120,12 @@ def _turns(
 
     Args:
         mask: [L] whether each token is trained.
-        logprobs: [L] nats; 0 or nan for given tokens.
+        was_sampled: [L] whether each token is trained or has a log-probability.
         ends: [turns] ends of the turns; None: each run of trained tokens is a turn.
     """
     if ends is None:
         edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    was_sampled = mask if logprobs is None else np.nan_to_num(logprobs) != 0
     turns: list[tuple[int, int]] = []
     begin = 0
     for end in np.unique(ends[(ends > 0) & (ends <= len(mask))]).astype(int).tolist():
@@ -222,9 +224,8 @@ class Turn:
 
 def turns_of_branch(branch: Branch, place: int, rows: Sequence[EpisodeRow]) -> list[Turn]:
     """Return the turns of a branch, which is the `place`-th in reading order."""
-    # A row may continue from the middle of another row's turn, which then has a part in two branches.
     owned = {
-        (max(start, branch.start), min(end, branch.end)): (number, at)
+        _part_in(branch, rows[number], start, end): (number, at)
         for number in reversed(branch.rows)
         for at, (start, end) in enumerate(rows[number].turns)
         if start < branch.end and end > branch.start
@@ -242,6 +243,17 @@ def turns_of_branch(branch: Branch, place: int, rows: Sequence[EpisodeRow]) -> l
     if at < branch.end:
         found.append(Turn(place, branch.rows[0], at, branch.end, None))
     return found
+
+
+def _part_in(branch: Branch, row: EpisodeRow, start: int, end: int) -> tuple[int, int]:
+    """Return the part of a turn in a branch. A row may continue from the middle of another row's turn;
+    and in a row that is not trained, the turns of other rows and the given tokens after them belong to
+    its first own turn."""
+    end = min(end, branch.end)
+    if start < branch.start:
+        known = row.was_sampled[branch.start - row.prompt_length : end - row.prompt_length]
+        start = branch.start + (int(np.argmax(known)) if known.any() else 0)
+    return start, end
 
 
 # Page
@@ -410,14 +422,14 @@ def _turn(
         for part in (part for one in messages or () for part in one["parts"]):
             part |= {"text": cut(part["text"])}
             del part["start"], part["end"]
-        # The last header is that of the sampled turn.
+        # The last header belongs to the sampled turn.
         messages = [one for one in messages or () if one["parts"]]
         return {**found, "sampled": False, "messages": messages, "text": None if messages else cut(text)}
     own = slice(turn.start - row.prompt_length, turn.end - row.prompt_length)
     values = {name: column[own] for name, column in row.columns.items()}
     mask, versions = values.get("response_mask"), values.get("response_versions")
     messages = turns_of_tokens(tokens, marked) if tokenizer is not None else None
-    # Only the mask says who wrote a turn: markers of other speakers in a sampled turn are its text.
+    # The mask decides who wrote a turn. Markers of other speakers in a sampled turn are its text.
     if messages and any(one["role"] != "assistant" for one in messages):
         messages = None
     return {

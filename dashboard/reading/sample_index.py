@@ -283,7 +283,7 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
 
 def _prompt_keys(table: pa.Table) -> list[str]:
     """Return a key for each row's prompt, equal for equal prompts."""
-    # Rows of an episode share the prompt of the data; their token ids are those of the harness.
+    # Rows of an episode share the prompt of the data, but the harness writes their token ids.
     names = ("prompt", "prompt_ids") if "episode_id" in table.column_names else ("prompt_ids", "prompt")
     name = next((name for name in names if name in table.column_names), None)
     if name is None:

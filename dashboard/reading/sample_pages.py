@@ -412,7 +412,7 @@ def _own_prompt(
         return {}
     tokenizer = tokenizer_of(config)
     if has_same_text and ids and tokenizer is not None:
-        # The text is the prompt of the data; a sub-agent has another one.
+        # The text is the prompt of the data, not of a sub-agent.
         text = tokenizer.backend.decode(ids[:MOST_TOKENS], skip_special_tokens=False)
         return {"prompt": text, "prompt_turns": turns_of_prompt({"prompt": text}), "own_prompt": True}
     return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}

@@ -95,6 +95,12 @@ def test_a_shared_turn_belongs_to_the_row_that_trains_on_it():
         assert owners == [0]
 
 
+def test_an_episode_that_does_not_train_has_the_same_turns():
+    rows = calculation()
+    masked = read(rows, response_mask=[[0] * len(row.ids) for row in rows])
+    assert turns_of(masked) == turns_of(read(rows))
+
+
 def test_two_answers_to_the_same_prompt_part_before_their_first_token():
     prompt = opening("Be brief.", "Name a colour.")
     rows = read(
@@ -197,11 +203,8 @@ def test_a_long_conversation_stays_at_the_depth_of_its_first_turn():
     ],
 )
 def test_turns_follow_from_their_ends_and_the_mask(mask, logprobs, ends, turns):
-    found = episodes._turns(
-        np.array(mask, bool),
-        None if logprobs is None else np.array(logprobs),
-        None if ends is None else np.array(ends),
-    )
+    sampled = np.array(mask, bool) if logprobs is None else np.array(logprobs) != 0
+    found = episodes._turns(np.array(mask, bool), sampled, None if ends is None else np.array(ends))
     assert found == turns
 
 
