@@ -69,7 +69,10 @@ class EpisodeRow:
         plain = [column.name for column in table.schema if not pa.types.is_nested(column.type)]
         scalars = table.select(plain).to_pylist()[0]
         prompt, response = (
-            lists.get(name, np.empty(0)).astype(np.int64) for name in ("prompt_ids", "response_ids")
+            lists[name].astype(np.int64)
+            if name in lists and lists[name].dtype.kind in "iu"
+            else np.empty(0, int)
+            for name in ("prompt_ids", "response_ids")
         )
         columns = {
             name: values
@@ -298,6 +301,7 @@ class EpisodePages:
             more = f"; {left} sample files have not been read yet" if left else ""
             raise UserError(f"the run has recorded no episode {id}{more}")
         scalars = episode.rows[0].scalars
+        first = min(first, max(0, len(episode.turns) - 1))
         last = _end_of_page(episode.turns, first)
         return {
             "episode": str(id),
@@ -437,7 +441,7 @@ def _turn(
         "sampled": True,
         "trained": _trained(row, turn.start, turn.end),
         "truncated": row.scalars.get("finish_reason") == "length" and turn.end == len(row.ids),
-        "version": [int(versions.min()), int(versions.max())] if versions is not None else None,
+        "version": None if versions is None else numbers([versions.min(), versions.max()]),
         "logprob": _mean(values.get("response_logprobs"), None),
         "advantage": _mean(values.get("advantages"), mask),
         "reward": numbers([row.turn_rewards[turn.number_in_row]])[0] if row.turn_rewards else None,

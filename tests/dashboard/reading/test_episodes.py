@@ -231,6 +231,12 @@ def test_columns_of_wrong_types_and_lengths_are_ignored():
     assert "response_versions" not in row.columns
 
 
+def test_a_row_without_ids_has_no_turns():
+    for wrong in (None, [["a"]], [[0.5]]):
+        [row] = read([Row(opening("", "Go.")).sample("ab")], prompt_ids=wrong, response_ids=wrong)
+        assert not len(row.ids) and not row.turns and trees([row]) == []
+
+
 # Page
 
 
@@ -384,7 +390,7 @@ def test_a_turn_that_is_longer_than_a_page_is_cut(tmp_path: Path):
     said = episode(client, "long", 5, turn=1)
     assert said["last"] == 2 and said["turns"][0]["cut"] == 21_001
     assert len(said["turns"][0]["texts"]) == len(said["turns"][0]["columns"]["logprob"]) == 20_000
-    assert episode(client, "long", 5, turn=99)["turns"] == []
+    assert [turn["number"] for turn in episode(client, "long", 5, turn=99)["turns"]] == [3]
 
 
 # Lists of samples
