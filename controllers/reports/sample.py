@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ...dataflow.column import (
     ANSWER,
+    EPISODE_ID,
     FINISH_REASON,
     PREFERRED,
     PROMPT,
@@ -43,6 +44,8 @@ class Sample:
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Part of the reward -> value; also whether the response was preferred."""
+    episode: int | None = None
+    """Id of the row's episode."""
 
     @property
     def shown(self) -> dict[str, str]:
@@ -63,7 +66,9 @@ class Sample:
         return "; ".join(part for part in (values, truncated) if part)
 
     def __str__(self) -> str:
-        lines = [f"sample of step {self.step}" + (f": {self.verdict}" if self.verdict else "")]
+        episode = "" if self.episode is None else f", episode {self.episode}"
+        verdict = f": {self.verdict}" if self.verdict else ""
+        lines = [f"sample of step {self.step}{episode}{verdict}"]
         for name, text in self.shown.items():
             first, *rest = text.split("\n")
             lines += [f"  {name + ':':9} {first}", *(f"{'':12}{line}" for line in rest)]
@@ -105,4 +110,6 @@ def sample_of(row: pa.RecordBatch, step: int) -> Sample:
         parts |= json.loads(parts.pop(str(REWARD_PARTS), "{}"))
     parts = {name: float(number) for name, number in parts.items() if isinstance(number, int | float)}
     reward = None if reward is None else float(reward)
-    return Sample(step, texts, str(value(FINISH_REASON) or ""), reward, parts)
+    episode = value(EPISODE_ID)
+    episode = episode if isinstance(episode, int) else None
+    return Sample(step, texts, str(value(FINISH_REASON) or ""), reward, parts, episode)

@@ -32,7 +32,7 @@ const reading = ({ indexed }) => (indexed && indexed.read < indexed.files ? h("p
 export function groupList(list, context) {
   const { params } = context;
   const top = topOf(list.groups);
-  const entry = (group) => h("a", { key: String(group.group), class: `entry ${String(group.group) === String(params.group) ? "on" : ""}`, "aria-current": String(group.group) === String(params.group) && "true", href: link("samples", { ...params, group: group.group, sample: "", key: "", diff: "" }) },
+  const entry = (group) => h("a", { key: String(group.group), class: `entry ${String(group.group) === String(params.group) ? "on" : ""}`, "aria-current": String(group.group) === String(params.group) && "true", href: link("samples", { ...params, group: group.group, sample: "", key: "", diff: "", episode: "", turn: "" }) },
     h("span", { class: "first" }, line(group.prompt, 90) || "(no text)"), pips(group.rewards, top, 8),
     h("small", {}, `${group.kind && group.kind !== "train" ? `${group.kind} · ` : ""}group ${count(group.group)} · step ${count(group.step)}`), h("small", {}, number(group.mean)));
   return h("div", { class: "list", key: "list", tabindex: "0", role: "region", "aria-label": "groups" }, reading(list), list.groups.length ? list.groups.map(entry) : h("p", { class: "pad soft" }, "No group matches."), pager(list.total, context));
@@ -48,6 +48,7 @@ export function sampleTable(list, context) {
   const cell = (name) => (row) => {
     const value = row[name];
     if (name === "id") return h("a", { href: open(row) }, String(value));
+    if (name === "episode" && value) return h("a", { href: link("samples", { ...params, view: "", group: row.group, episode: value }) }, line(value));
     if (name === "advantage") return signed(value);
     return typeof value === "number" ? (NUMBERS.has(name) && Number.isInteger(value) ? count(value) : number(value)) : line(value, 120);
   };

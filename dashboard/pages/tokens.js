@@ -16,7 +16,7 @@ export const SHADES = {
   reference_logprob: { title: "reference's log-probability", size: (v) => -v, ends: ["likely", "unlikely"], least: 1 },
   ratio: { title: "ratio", size: (v) => Math.abs(Math.log(Math.max(1e-9, v))), sign: (v) => v - 1, ends: ["less likely now", "more likely now"], least: 1e-3 },
   advantage: { title: "advantage", size: Math.abs, sign: (v) => v, ends: ["worse", "better"], least: 1e-6 },
-  mask: { title: "mask", size: () => 0, ends: ["not trained on (faint)", ""], least: 1 },
+  mask: { title: "mask", size: () => 0, ends: ["grey and in italics: not trained on", ""], least: 1 },
   version: { title: "version", size: (v) => v, ends: ["oldest", "newest policy"], least: 1 },
 };
 
@@ -33,7 +33,7 @@ export function scaleOf(samples, by) {
 
 function classOf(value, by, scale) {
   if (value == null) return "";
-  if (by === "mask") return value ? "" : "masked";
+  if (by === "mask") return "";
   const { size, sign } = shadeOfColumn(by);
   const level = by === "version" ? (scale.top > scale.from ? Math.round((LEVELS * (value - scale.from)) / (scale.top - scale.from)) : 0) : Math.min(LEVELS, Math.ceil((LEVELS * size(value)) / scale.top - 0.5));
   const cool = by === "version" || (sign && sign(value) > 0);
@@ -88,9 +88,11 @@ export function tokens(node, props) {
     if (next === signature) return;
     signature = next;
     const values = sample.columns?.[by] ?? [];
+    const mask = sample.columns?.mask ?? [];
     const spans = sample.tokens.slice(0, limit).map((token, place) => {
       const newer = versions[place] > oldest ? "newer" : "";
-      return h("span", { class: `${classOf(values[place], by, scale)} ${newer}` }, visible(token));
+      const masked = mask[place] === 0;
+      return h("span", { class: masked ? "masked" : `${classOf(values[place], by, scale)} ${newer}` }, visible(token));
     });
     text.replaceChildren(...spans);
     more.hidden = sample.tokens.length <= limit;

@@ -8,6 +8,7 @@ metrics.py             metrics as arrays, curves, and the cards of the curves pa
 sample_index.py        the columns for filtering, sorting and searching samples
 sample_pages.py        the sample pages
 turns.py               the turns of a conversation
+episodes.py            the rows of an episode as a tree of turns
 graph_page.py, lanes.py, workers_page.py
                        the content of the other pages, made of those parts
 comparison.py          differences of two runs, also for `weft diff`

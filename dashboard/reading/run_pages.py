@@ -17,6 +17,7 @@ from ...dataflow.runs.lock import Life
 from ...dataflow.runs.requests import request_stacks, request_stop
 from .graph_page import graph_page, received
 from .run_reader import RunReader, read_live
+from .sample_pages import exact
 from .workers_page import workers_page
 
 MOST_VERSIONS = 2000
@@ -24,7 +25,7 @@ MOST_VERSIONS = 2000
 SQL_ROWS, SQL_S, SQL_BYTES = 1000, 10.0, 10**9
 """Limits of a SQL query: rows, seconds, bytes of memory."""
 TOKEN_COLUMNS = re.compile(
-    r"\b(prompt_ids|response_ids|response_logprobs|response_versions|advantages|\w+_ids|\w+_logprobs)\b"
+    r"\b(response_versions|response_mask|advantages|turn_ends|turn_rewards|\w+_ids|\w+_logprobs)\b"
 )
 """Token columns, which only the sample files have."""
 MOST_LOG = 16 << 20
@@ -121,7 +122,8 @@ def _cell(value: Any) -> Any:
         return f"{value[:MOST_CELL]} … ({len(value):,} characters)"
     if isinstance(value, list) and len(value) > MOST_CELL:
         return [*value[:MOST_CELL], "…"]
-    return value if value is None or isinstance(value, int | float | str | list | dict) else str(value)
+    plain = value is None or isinstance(value, int | float | str | list | dict)
+    return exact(value) if plain else str(value)
 
 
 # Requests to the driver

@@ -22,6 +22,7 @@ from ...dataflow.runs.follow import PARTS, state_of
 from ...dataflow.runs.lock import Life
 from ...dataflow.safe_files import read_json
 from ..timeline import CallLog
+from .episodes import EpisodePages
 from .metrics import Axis, MetricLog, axis_of, cards, curve, marks, numbers
 from .sample_index import SampleIndex
 from .sample_pages import SamplePages
@@ -170,6 +171,7 @@ class RunReader:
         """(state of the run's files, summary of them)."""
         self.samples = SampleIndex(path)
         self.sample_pages = SamplePages(self.samples)
+        self.episode_pages = EpisodePages(self.samples)
 
     @contextmanager
     def parts(self) -> Iterator[tuple[MetricLog, CallLog]]:

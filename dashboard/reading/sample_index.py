@@ -1,7 +1,8 @@
 """SampleIndex: columns for filtering, sorting and searching samples.
 
-A row has a sample's scalars, the length of its response, means of its token columns, its oldest and
-newest version, and its texts, which are cut if they take too much memory. Tokens stay in the files.
+A row has a sample's scalars, the length of its response, its number of turns, means of its token
+columns, its oldest and newest version, and its texts, which are cut if they take too much memory.
+Tokens stay in the files.
 """
 
 from __future__ import annotations
@@ -151,26 +152,47 @@ class SampleIndex:
 
     def row(self, sample: int) -> dict[str, Any] | None:
         """Return all columns of a sample, including tokens; None for an unknown id."""
-        table = self.table()
-        found = np.flatnonzero(table["sample_id"].to_numpy() == sample)
-        return None if not len(found) else self._whole(table, int(found[0]))
+        found = self.rows("sample_id", sample, 1)
+        return found[0].to_pylist()[0] if found else None
 
-    def rows_of_group(self, group: int, most: int) -> list[dict[str, Any]]:
-        """Return all columns of a group's samples, sorted by id."""
+    def rows(self, column: str, value: int, most: int) -> list[pa.Table]:
+        """Return up to `most` samples that have a value in an integer column, sorted by id, as
+        tables of one row with all columns."""
         table = self.table()
-        found = np.flatnonzero(table["group_id"].to_numpy() == group)[:most]
-        return sorted(
-            (self._whole(table, place) for place in found.tolist()), key=lambda row: row["sample_id"]
-        )
+        places = self.places(table, column, value)[:most]
+        if not len(places):
+            return []
+        named = table.select(["sample_id", "_file", "graph", "step", "prompt_key"])
+        wanted = sorted(named.take(pa.array(places)).to_pylist(), key=lambda row: row["sample_id"])
+        sources: dict[int, pa.Table] = {}
+        found: list[pa.Table] = []
+        for own in wanted:
+            if own["_file"] not in sources:
+                sources[own["_file"]] = self._source(self._files[own["_file"]])
+            source = sources[own["_file"]]
+            at = int(np.flatnonzero(source["sample_id"].to_numpy() == own["sample_id"])[0])
+            one = source.slice(at, 1)
+            added = {name: own[name] for name in ("graph", "step", "prompt_key")}
+            one = one.drop_columns([name for name in added if name in one.column_names])
+            for name, its in added.items():
+                one = one.append_column(name, pa.array([its], table.schema.field(name).type))
+            found.append(one)
+        return found
 
-    def _whole(self, table: pa.Table, place: int) -> dict[str, Any]:
-        own = table.slice(place, 1).to_pylist()[0]
-        path = self._files[own["_file"]]
+    @staticmethod
+    def places(table: pa.Table, column: str, value: int) -> np.ndarray:
+        """Return the indexes of the rows of a table that have a value in an integer column."""
+        if column not in table.column_names or not pa.types.is_integer(table[column].type):
+            return np.empty(0, np.int64)
+        # Do not convert a column with nulls to numpy: its large ids would be rounded.
+        is_equal = compute.equal(table[column].cast(pa.int64()), pa.scalar(value, pa.int64()))
+        return np.flatnonzero(compute.fill_null(is_equal, False).to_numpy())
+
+    @staticmethod
+    def _source(path: Path) -> pa.Table:
         source = _read(path) if path.suffix == ".arrow" else read_parquet(path)
         assert source is not None
-        at = int(np.flatnonzero(source["sample_id"].to_numpy() == own["sample_id"])[0])
-        added = {name: own[name] for name in ("graph", "step", "prompt_key")}
-        return {**source.slice(at, 1).to_pylist()[0], **added}
+        return source
 
 
 _EMPTY = pa.schema(
@@ -231,6 +253,8 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
         return {
             "length" if name == "response_ids" else name.replace("_ids", "_length"): pa.array(lengths)
         }
+    if name == "turn_ends":
+        return {"turns": pa.array(lengths, mask=compute.is_null(column).to_numpy(zero_copy_only=False))}
     values, there = column.flatten(), lengths > 0
     ends = np.cumsum(lengths)
     if name == "response_versions":
@@ -259,7 +283,9 @@ def _of_tokens(name: str, column: Any) -> dict[str, Any]:
 
 def _prompt_keys(table: pa.Table) -> list[str]:
     """Return a key for each row's prompt, equal for equal prompts."""
-    name = next((name for name in ("prompt_ids", "prompt") if name in table.column_names), None)
+    # Rows of an episode share the prompt of the data, but the harness writes their token ids.
+    names = ("prompt", "prompt_ids") if "episode_id" in table.column_names else ("prompt_ids", "prompt")
+    name = next((name for name in names if name in table.column_names), None)
     if name is None:
         return [""] * len(table)
     groups, keys = table["group_id"].to_pylist(), dict[int, str]()

@@ -16,7 +16,16 @@ from ...dataflow.cgroups import usable_cpus
 from ...dataflow.errors import UserError, nearest
 from .metrics import numbers
 from .sample_index import SampleIndex
-from .turns import cut, gist, token_texts, tokenizer_of, turns_of_prompt, turns_of_text, turns_of_tokens
+from .turns import (
+    cut,
+    gist,
+    only_real_markers,
+    token_texts,
+    tokenizer_of,
+    turns_of_prompt,
+    turns_of_text,
+    turns_of_tokens,
+)
 
 # Filtering, searching and sorting
 
@@ -91,7 +100,7 @@ def _condition(table: pa.Table, text: str) -> Any:
     return compute.fill_null(OPERATORS[operator](column, wanted), False)
 
 
-QUERY_NAMES = {"id": "sample_id", "group": "group_id", "kind": "graph"}
+QUERY_NAMES = {"id": "sample_id", "group": "group_id", "episode": "episode_id", "kind": "graph"}
 """Maps column names on the pages to names in the index."""
 
 
@@ -141,7 +150,8 @@ NAMES = {
 }
 """Maps token columns to names on a page; other columns keep their names."""
 _PAGES = {column: name for name, column in QUERY_NAMES.items()}
-NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
+NOT_COLUMNS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids", "turn_ends", "turn_rewards")
+"""Lists that do not have a value for each token, even if they have as many."""
 
 
 class SamplePages:
@@ -185,7 +195,8 @@ class SamplePages:
         return None if row is None else _whole(row, {})
 
     def group(self, id: int, config: Mapping[str, Any]) -> dict[str, Any]:
-        rows = self._index.rows_of_group(id, MOST_OF_GROUP)
+        tables = self._index.rows("group_id", id, MOST_OF_GROUP)
+        rows = [table.to_pylist()[0] for table in tables]
         if not rows:
             raise UserError(f"the run has recorded no group {id}{self._hint}")
         first = rows[0]
@@ -196,7 +207,7 @@ class SamplePages:
             "prompt_key": first["prompt_key"],
             "turns": turns_of_prompt(first),
             "answer": _cut(first.get("answer")),
-            "samples": [_whole(row, config) | _own_prompt(row, first) for row in rows],
+            "samples": [_whole(row, config) | _own_prompt(row, first, config) for row in rows],
         }
 
     def prompt(self, key: str) -> dict[str, Any]:
@@ -206,7 +217,7 @@ class SamplePages:
         if not len(places):
             raise UserError(f"the run has recorded no prompt {key!r}{self._hint}")
         visits: dict[int, list[dict[str, Any]]] = {}
-        for row in rows_at(table, places):
+        for row in rows_at(table, places[one_of_episode(table, places)]):
             visits.setdefault(row["group_id"], []).append(row)
         found = [_visit(group, own) for group, own in visits.items()]
         found.sort(key=lambda visit: (visit["step"], visit["group"]))
@@ -219,12 +230,29 @@ class SamplePages:
         return f"; {left} sample files have not been read yet" if left else ""
 
 
+def one_of_episode(table: pa.Table, places: np.ndarray) -> np.ndarray:
+    """Return which of some rows of a table count: all but the second and further rows of an episode."""
+    if "episode_id" not in table.column_names or not len(places):
+        return np.ones(len(places), bool)
+    column = table["episode_id"].combine_chunks().take(pa.array(places))
+    # Numbers of distinct values: ids with nulls, as numpy floats, would be rounded.
+    codes = column.dictionary_encode().indices
+    has_episode = codes.is_valid().to_numpy(zero_copy_only=False)
+    counts = ~has_episode
+    _, firsts = np.unique(codes.drop_null().to_numpy(), return_index=True)
+    counts[np.flatnonzero(has_episode)[firsts]] = True
+    return counts
+
+
 class _Groups:
-    """Groups of the samples at some row indexes of a table, with their sort keys."""
+    """Groups of the samples at some row indexes of a table, with their sort keys. An episode counts
+    as one sample, with the length of all its rows."""
 
     def __init__(self, table: pa.Table, places: np.ndarray) -> None:
+        group_ids, lengths = table["group_id"].to_numpy(), _floats(table, "length")
+        everything, places = places, places[one_of_episode(table, places)]
         self._places = places
-        ids = table["group_id"].to_numpy()[places]
+        ids = group_ids[places]
         self.ids, self.first, of_row, counts = np.unique(
             ids, return_index=True, return_inverse=True, return_counts=True
         )
@@ -243,7 +271,12 @@ class _Groups:
             "mean": rewards,
             # Rounding may give slightly negative differences.
             "spread": np.sqrt(np.maximum(mean(self._rewards**2) - rewards**2, 0.0)),
-            "length": mean(_floats(table, "length")[places]),
+            "length": np.bincount(
+                np.searchsorted(self.ids, group_ids[everything]),
+                np.nan_to_num(lengths[everything]),
+                len(counts),
+            )
+            / counts,
             "group": self.ids,
         }
 
@@ -283,9 +316,20 @@ def _floats(table: pa.Table, name: str) -> np.ndarray:
     return np.asarray(table[name].cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
 
 
+def exact(value: Any) -> Any:
+    """Return a value for JSON. Integers that a browser would round become text.
+
+    >>> exact(7), exact(2**60 + 1)
+    (7, '1152921504606846977')
+    """
+    return str(value) if isinstance(value, int) and abs(value) > 2**53 else value
+
+
 def _line(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of the list: scalars and the beginnings of texts."""
-    cut = {name: _preview(value) if isinstance(value, str) else value for name, value in row.items()}
+    cut = {
+        name: _preview(value) if isinstance(value, str) else exact(value) for name, value in row.items()
+    }
     return {_PAGES.get(name, name): value for name, value in cut.items() if not name.startswith("_")}
 
 
@@ -311,22 +355,23 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         and all(isinstance(number, int | float) for number in value[:16])
     }
     parts, text = _reward_parts(row), _cut(row.get("response"))
-    shown = {"prompt", "response", "reward_parts", *(f"reward/{name}" for name in parts)}
+    shown = {"prompt", "response", "reward_parts", "episode_id", *(f"reward/{name}" for name in parts)}
     scalars = {
-        name: _cut(value) if isinstance(value, str) else value
+        name: _cut(value) if isinstance(value, str) else exact(value)
         for name, value in row.items()
         if not isinstance(value, list) and name not in shown
     }
     advantages = row.get("advantages")
     tokens = token_texts(tokenizer, ids[:MOST_TOKENS])
     turns = (
-        turns_of_tokens(tokens)
+        turns_of_tokens(tokens, only_real_markers(tokenizer, ids[:MOST_TOKENS], tokens))
         if tokenizer
         else turns_of_text(str(row.get("response") or ""), "assistant")
     )
     return {
         "id": row["sample_id"],
         "group": row["group_id"],
+        "episode": None if row.get("episode_id") is None else str(row["episode_id"]),
         "reward": row.get("reward"),
         "parts": parts,
         "advantage": float(np.mean(advantages)) if advantages else None,
@@ -335,7 +380,7 @@ def _whole(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         "response": text,
         "tokens": tokens,
         "cut": len(ids) if len(ids) > MOST_TOKENS else None,
-        "columns": columns | _derived(row, ids),
+        "columns": columns | gaps(row.get("old_logprobs"), row.get("response_logprobs"), len(ids)),
         "turns": turns,
         "scalars": scalars,
     }
@@ -358,18 +403,29 @@ def _reward_parts(row: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): part for name, part in parts.items() if isinstance(part, int | float)}
 
 
-def _own_prompt(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+def _own_prompt(
+    row: Mapping[str, Any], first: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a row's prompt if it differs from the group's, as for turns of a dialogue."""
-    if row.get("prompt") == first.get("prompt") and row.get("prompt_ids") == first.get("prompt_ids"):
+    has_same_text, ids = row.get("prompt") == first.get("prompt"), row.get("prompt_ids")
+    if has_same_text and ids == first.get("prompt_ids"):
         return {}
+    tokenizer = tokenizer_of(config)
+    if has_same_text and ids and tokenizer is not None:
+        # The text is the prompt of the data, not of a sub-agent.
+        text = tokenizer.backend.decode(ids[:MOST_TOKENS], skip_special_tokens=False)
+        return {"prompt": text, "prompt_turns": turns_of_prompt({"prompt": text}), "own_prompt": True}
     return {"prompt_turns": turns_of_prompt(row), "own_prompt": True}
 
 
-def _derived(row: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return each token's gap and ratio between trainer and generator, if trainer log-probabilities
-    were recorded."""
-    own, generated = row.get("old_logprobs"), row.get("response_logprobs")
-    if not own or not generated or not len(own) == len(generated) == len(ids):
+def gaps(
+    own: Sequence[float] | np.ndarray | None,
+    generated: Sequence[float] | np.ndarray | None,
+    length: int,
+) -> dict[str, Any]:
+    """Return each token's gap and ratio between trainer and generator, if both have log-probabilities
+    of all `length` tokens."""
+    if own is None or generated is None or not 0 < length == len(own) == len(generated):
         return {}
     gap = np.array(own[:MOST_TOKENS], np.float64) - np.array(generated[:MOST_TOKENS], np.float64)
     return {"gap": numbers(np.abs(gap), 6), "ratio": numbers(np.exp(np.clip(gap, -50, 50)), 6)}

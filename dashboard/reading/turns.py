@@ -6,6 +6,7 @@ The turns of a response are ranges of its tokens, so that each token keeps its v
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,13 @@ PART = re.compile(
     r"|<tool_response>(?P<result>.*?)(?:</tool_response>|\Z)|\[TOOL_RESULTS\](?P<results>.*?)(?:\[/TOOL_RESULTS\]|\Z)",
     re.DOTALL,
 )
+MARKER = re.compile(
+    r"<\|\w+\|>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn|s)>|\[/?[A-Z_]+\]"
+)
+"""Tokens that may be markers, or begin one."""
+BEGINS_TURN = re.compile(
+    r"<\|(?:im_start|start_header_id|start|channel|user|assistant)\|>|<start_of_turn>|\[INST\]"
+)
 ROLES = {
     "model": "assistant",
     "human": "user",
@@ -50,25 +58,29 @@ MOST_TEXT = 100_000
 """Maximum characters of a prompt's turn to send."""
 
 
-def turns_of_text(text: str, role: str = "") -> list[dict[str, Any]] | None:
+def turns_of_text(text: str, role: str = "", marked: str | None = None) -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template; None without markers. `role` is
-    the speaker at the beginning; if empty, text before the first marker is a system turn.
+    the speaker at the beginning; if empty, text before the first marker is a system turn. `marked`
+    is a text of the same length in which to look for markers (see `only_real_markers`).
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
     [('user', [('text', '2+2?')]), ('assistant', [('thinking', 'easy'), ('text', '4')])]
     """
     found: list[dict[str, Any]] = []
-    for speaker, start, end, kind in _stretches(text, role):
-        parts = list(_parts(text, start, end, kind))
+    marked = text if marked is None else marked
+    for speaker, start, end, kind in _stretches(marked, role):
+        parts = list(_parts(text, marked, start, end, kind))
         if speaker != "assistant" and parts and all(part["kind"] == "result" for part in parts):
             speaker = "tool"  # some templates put tool results into user turns
         if speaker == "tool":
             parts = [part | {"kind": "result"} for part in parts]
+        elif speaker == "assistant":
+            parts = list(map(_with_bare_call, parts))
         if parts or (found and start < len(text)):
             found.append({"role": speaker, "parts": parts})
-    marked = len(found) > 1 or any(part["kind"] != "text" for turn in found for part in turn["parts"])
-    return found[:MOST_TURNS] if marked or (found and not role) else None
+    has_marks = len(found) > 1 or any(part["kind"] != "text" for turn in found for part in turn["parts"])
+    return found[:MOST_TURNS] if has_marks or (found and not role) else None
 
 
 def _stretches(text: str, role: str) -> Iterator[tuple[str, int, int, str]]:
@@ -93,15 +105,15 @@ def _without_end(text: str, start: int, end: int) -> int:
     return mark.start() if mark else end
 
 
-def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
+def _parts(text: str, marked: str, start: int, end: int, otherwise: str) -> Iterator[dict[str, Any]]:
     """Yield a turn's text, thinking, tool calls and tool results. Unmarked text has the kind
     `otherwise`."""
     at = start
-    closed = text.find("</think>", start, end)
-    if closed >= 0 and text.find("<think>", start, closed) < 0:  # the prompt ends with <think>
+    closed = marked.find("</think>", start, end)
+    if closed >= 0 and marked.find("<think>", start, closed) < 0:  # the prompt ends with <think>
         yield _part("thinking", text, start, closed)
         at = closed + len("</think>")
-    for found in PART.finditer(text, at, end):
+    for found in PART.finditer(marked, at, end):
         if text[at : found.start()].strip():
             yield _part(otherwise, text, at, found.start())
         group = found.lastgroup or ""
@@ -116,7 +128,55 @@ def _parts(text: str, start: int, end: int, otherwise: str) -> Iterator[dict[str
 def _part(kind: str, text: str, start: int, end: int) -> dict[str, Any]:
     own = text[start:end]
     part = {"kind": kind, "text": own.strip("\n"), "start": start, "end": end}
-    return part | ({"name": _called(own)} if kind == "call" else {})
+    return part | (_call(own) if kind == "call" else {})
+
+
+def _with_bare_call(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a text part as a call if it is a call in JSON without markers, as Llama writes it."""
+    is_call = part["kind"] == "text" and calls_of(part["text"].removeprefix("<|python_tag|>"))
+    return part | {"kind": "call"} | _call(part["text"]) if is_call else part
+
+
+def _call(text: str) -> dict[str, Any]:
+    calls = calls_of(text.removeprefix("<|python_tag|>"))
+    return {"name": _called(text)} | ({"calls": calls} if calls else {})
+
+
+def calls_of(text: str) -> list[dict[str, Any]] | None:
+    """Return the name and the arguments of tool calls in JSON: an object, or a list of objects;
+    None for other text.
+
+    >>> calls_of('{"name": "add", "arguments": {"a": 1, "to": "b"}}')
+    [{'name': 'add', 'arguments': [['a', '1'], ['to', 'b']]}]
+    >>> calls_of('[{"name": "look", "parameters": {}}]'), calls_of('{"name": "Ada"}'), calls_of("add(1)")
+    ([{'name': 'look', 'arguments': []}], None, None)
+    """
+    text = text.strip()
+    if not text.startswith(("{", "[")) or len(text) > MOST_TEXT:
+        return None
+    found = _json(text)
+    calls: list[dict[str, Any]] = []
+    for one in found if isinstance(found, list) else [found]:
+        inner = one.get("function", one) if isinstance(one, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            return None
+        given = inner.get("arguments", inner.get("parameters"))
+        given = _json(given) if isinstance(given, str) else given
+        if not isinstance(given, dict):
+            return None
+        arguments = [
+            [str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+            for name, value in given.items()
+        ]
+        calls.append({"name": inner["name"], "arguments": arguments})
+    return calls or None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _called(text: str) -> str:
@@ -128,10 +188,10 @@ def _called(text: str) -> str:
     return (found[1] or found[2]) if found else "a tool"
 
 
-def turns_of_tokens(tokens: Sequence[str]) -> list[dict[str, Any]] | None:
+def turns_of_tokens(tokens: Sequence[str], marked: str | None = None) -> list[dict[str, Any]] | None:
     """Split a response, given as the text of each token, into turns with token ranges; None for a
-    single plain turn."""
-    turns = turns_of_text("".join(tokens), "assistant")
+    single plain turn. `marked` is as in `turns_of_text`."""
+    turns = turns_of_text("".join(tokens), "assistant", marked)
     if turns is None:
         return None
     ends = np.cumsum([len(token) for token in tokens])
@@ -180,7 +240,7 @@ def _of_message(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         said = call if isinstance(call, str) else json.dumps(call, indent=2, default=str)
-        parts.append({"kind": "call", "name": _called(said), "text": cut(said)})
+        parts.append({"kind": "call", "text": cut(said)} | _call(said))
     name = message.get("name")
     return {"role": role, "parts": parts} | ({"name": str(name)[:80]} if name else {})
 
@@ -268,3 +328,23 @@ def token_texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
         texts += [text, *[""] * (number - 1)]
         place += number
     return texts
+
+
+def only_real_markers(tokenizer: Tokenizer | None, ids: Sequence[int], tokens: Sequence[str]) -> str:
+    """Return the joined text of tokens for the search of markers, without the markers that ordinary
+    tokens spell: an `<|im_end|>` in the output of a tool ends no turn."""
+    decoder = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+    added = {id: token.content for id, token in decoder.items()}
+    literals = [content for content in added.values() if MARKER.fullmatch(content)]
+    if not literals:
+        return "".join(tokens)
+    fake = [re.escape(content) for content in literals]
+    if any(map(BEGINS_TURN.fullmatch, literals)):  # otherwise the template spells its headers
+        fake += [HEADER.pattern, END.pattern]
+    search = re.compile("|".join(fake))
+    pieces: list[str] = []
+    pairs = zip(ids, tokens, strict=True)
+    for is_added, run in itertools.groupby(pairs, key=lambda pair: pair[0] in added):
+        text = "".join(token for _, token in run)
+        pieces.append(text if is_added else search.sub(lambda found: "\0" * len(found[0]), text))
+    return "".join(pieces)

@@ -345,6 +345,15 @@ def _add_samples(app: FastAPI, catalogue: Catalogue) -> None:
     def group(run: str, id: int) -> Response:
         return answer(run_pages.group(catalogue[run], id))
 
+    @app.get("/api/episode")
+    def episode(
+        run: str,
+        id: Annotated[int, Query(ge=-(1 << 63), lt=1 << 63)],
+        turn: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+    ) -> Response:
+        reader = catalogue[run]
+        return answer(reader.episode_pages.episode(id, turn, reader.facts.config))
+
     @app.get("/api/prompt")
     def prompt(run: str, key: str) -> Response:
         return answer(catalogue[run].sample_pages.prompt(key))

@@ -93,6 +93,9 @@ async def _answers(app: FastAPI, run: str) -> tuple[dict[str, Any], int, int]:
         if size > MAX_SAMPLES_BYTES:
             break
         answers[target], groups = found, groups + 1
+        # The first page of each episode; the sizes of later groups count it.
+        for episode in dict.fromkeys(one["episode"] for one in found["samples"] if one["episode"]):
+            size += len(json.dumps(await add("episode", run=run, id=episode)))
     return answers, groups, listed["total"]
 
 

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from weft.__main__ import main
+from weft.dataflow.runs.directory import RunDirectory
 
 
 def test_samples_of_the_last_step_are_shown_with_their_rewards(
@@ -59,3 +61,28 @@ def test_missing_samples_are_reported_with_the_existing_ones(
     ):
         assert main(["samples", "one", *words]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_rows_of_an_episode_are_shown_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    RunDirectory.create(Path("runs"), "agents").close()
+    folder = Path("runs") / "agents" / "samples"
+    folder.mkdir(exist_ok=True)
+    big = (1 << 62) + 1
+    for step, ids in ((1, [big, 7, big]), (2, [8, 8, None])):
+        rows = {"sample_id": [1, 2, 3], "group_id": [0] * 3, "response": ["a", "b", "c"]}
+        table = pa.table(rows | {"episode_id": pa.array(ids, pa.int64())})
+        with pa.ipc.new_file(str(folder / f"train_00000{step}.1.0.arrow"), table.schema) as file:
+            file.write_table(table)
+    assert main(["samples", "agents", "--episode", str(big)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"sample of step 1, episode {big}") == 2 and "response: b" not in said
+    assert main(["samples", "agents", "--json"]) == 0
+    assert [row["episode_id"] for row in json.loads(capsys.readouterr().out)["rows"]] == [8, 8, None]
+    assert main(["samples", "agents", "--episode", "8", "--limit", "1"]) == 0
+    assert capsys.readouterr().out.count("sample of step 2, episode 8") == 1
+    for words in (["--episode", "9"], ["--episode", "8", "--step", "1"]):
+        assert main(["samples", "agents", *words]) == 2
+        assert f"no rows of episode {words[1]}" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from weft.dataflow.buffer.log_rules import Rule
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import Shape
 from weft.dataflow.runs.files import LOG
 from weft.dataflow.runs.log import LogReader
 from weft.dataflow.runs.manifest import describe
@@ -308,3 +309,53 @@ def test_parts_of_a_reward_are_recorded_with_it():
         and "other" not in reads
         and len({*reads}) == len(reads)
     )
+
+
+class EpisodeRollout(ToyRollout):
+    """Makes two rows of each episode, with a turn of one sampled token after a given one."""
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        reads=("prompt_ids",),
+        writes=(
+            *("response_ids", "response_logprobs", "response_versions", "response_mask", "turn_ends"),
+            *("turn_rewards", "episode_id", "episode_rows", "episode_tokens"),
+        ),
+    )
+    def generate(self, prompts: Batch, *, n: int = 2) -> Iterator[tuple[Batch, Metrics]]:
+        for parent in prompts.numpy("sample_id").tolist():
+            rows = Batch.of(
+                parent_id=[parent] * n,
+                response_ids=[[5, 6]] * n,
+                response_logprobs=[[0.0, -1.0]] * n,
+                response_versions=[[self.version] * 2] * n,
+                response_mask=(
+                    np.array([0, 1] * n, np.uint8),
+                    np.arange(0, 2 * n + 1, 2, dtype=np.int32),
+                ),
+                turn_ends=[[2]] * n,
+                turn_rewards=[[0.5]] * n,
+                episode_id=np.full(n, (1 << 62) + parent, np.int64),
+                episode_rows=np.full(n, n, np.int32),
+                episode_tokens=np.full(n, n, np.int32),
+            )
+            yield rows, {}
+
+
+def test_episodes_are_recorded_with_their_turns_and_masks(tmp_path: Path):
+    graph = toy_grpo(
+        prompts(4), rollout=group(EpisodeRollout), reward=group(ToyReward), actor=group(ToyActor)
+    )
+    schedule = Synchronous(steps=1, prompts_per_step=4)
+    with Driver(
+        graph, schedule=schedule, root=tmp_path, name="it", progress=False, stop_on=()
+    ) as driver:
+        driver.run()
+    [part] = recorded(tmp_path / "it")
+    rows = part.rows().to_pylist()
+    assert len(rows) == 8 and len({row["episode_id"] for row in rows}) == 4
+    for row in rows:
+        assert (row["response_mask"], row["turn_ends"], row["turn_rewards"]) == ([0, 1], [2], [0.5])
+        assert (row["episode_rows"], row["episode_tokens"]) == (2, 2)
+        assert row["prompt_ids"] and row["response_versions"] == [0, 0]

@@ -3,8 +3,18 @@
 import re
 
 import pytest
+from episode_runs import BACKEND, encode, spell  # pyright: ignore[reportMissingImports]
 
-from weft.dashboard.reading.turns import gist, turns_of_prompt, turns_of_text, turns_of_tokens
+from weft.dashboard.reading.turns import (
+    calls_of,
+    gist,
+    only_real_markers,
+    token_texts,
+    turns_of_prompt,
+    turns_of_text,
+    turns_of_tokens,
+)
+from weft.dataflow.prompts.tokenizer import Tokenizer
 
 CALL = '{"name": "search", "arguments": {"q": "weft"}}'
 TEMPLATES = {
@@ -99,3 +109,56 @@ def test_a_prompt_has_its_turns_from_its_messages_or_from_its_marks():
 )
 def test_a_text_of_marks_alone_takes_no_time(text: str):
     assert len(turns_of_text(text, "assistant") or []) <= 500
+
+
+def test_calls_in_json_have_their_names_and_arguments():
+    two = '[{"name": "look", "arguments": {"at": [1, null]}}, {"function": {"name": "go", "arguments": "{}"}}]'
+    assert calls_of(two) == [
+        {"name": "look", "arguments": [["at", "[1, null]"]]},
+        {"name": "go", "arguments": []},
+    ]
+    for plain in (
+        "{torn",
+        '{"name": 1, "arguments": {}}',
+        "[]",
+        "[" * 90_000,
+        '{"name": "a", "arguments": "b"}',
+    ):
+        assert calls_of(plain) is None
+
+
+def test_a_call_without_markers_is_a_call_only_if_the_whole_turn_is_one():
+    bare = '{"name": "look", "parameters": {"at": "x"}}'
+    for said in (f"{bare}<|eot_id|>", f"<|python_tag|>{bare}<|eom_id|>"):
+        [turn] = turns_of_text(said, "assistant") or []
+        assert [(part["kind"], part["calls"]) for part in turn["parts"]] == [
+            ("call", [{"name": "look", "arguments": [["at", "x"]]}])
+        ]
+    assert turns_of_text(f"I call {bare}", "assistant") is None
+    users = turns_of_text(f"<|im_start|>user\n{bare}<|im_end|>") or []
+    assert [part["kind"] for turn in users for part in turn["parts"]] == ["text"]
+
+
+def test_only_special_tokens_are_markers_if_the_tokenizer_has_them():
+    tokenizer = Tokenizer(BACKEND)
+    said = "<tool_call>{}</tool_call><|im_end|>\n<|im_start|>user\n<|user|>hi"
+    for ids, number in ((encode(said), 2), (spell(said), 0)):
+        texts = token_texts(tokenizer, ids)
+        marked = only_real_markers(tokenizer, ids, texts)
+        assert len(marked) == len(said) and len(turns_of_tokens(texts, marked) or []) == number
+    plain = ["[INST]", "a", "[/INST]"]
+    assert only_real_markers(None, [1, 2, 3], plain) == "[INST]a[/INST]"
+
+
+def test_markers_that_no_token_has_are_found_as_text():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    tokenizer = Tokenizer(Backend(models.WordLevel({"[INST]": 0, "a": 1, "[/INST]": 2, "b": 3})))
+    tokenizer.backend.add_special_tokens(["</s>"])
+    ids, texts = [0, 1, 2, 3], ["[INST]", "a", "[/INST]", "b"]
+    marked = only_real_markers(tokenizer, ids, texts)
+    assert [turn["role"] for turn in turns_of_text("".join(texts), "", marked) or []] == [
+        "user",
+        "assistant",
+    ]
