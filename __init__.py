@@ -19,6 +19,7 @@ _MODULES: dict[str, str] = {
     "CriticWorker": "workers.critic",
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
+    "EnvWorker": "workers.environment",
     "Evaluation": "controllers.run_spec",
     "GROUPS": "dataflow.operation",
     "Local": "controllers.backends.local",
@@ -98,6 +99,7 @@ if (
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
+    from .workers.environment import EnvWorker as EnvWorker
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker

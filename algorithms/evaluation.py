@@ -15,7 +15,7 @@ from ..dataflow.metrics import Estimate, Metrics, Sum
 from ..dataflow.operation import Shape, node
 from ..dataflow.tracing import graph
 from .episodes import Episodes
-from .protocols import Rewarder, Rollout
+from .protocols import Rewarder, scored
 from .sampling import Sampling
 
 
@@ -83,8 +83,10 @@ def score_prompts(
 def evaluate(
     prompts: Any,
     *,
-    rollout: Rollout,
-    reward: Rewarder,
+    rollout: Any,
+    reward: Rewarder | None = None,
+    harness: Any = None,
+    env: Any = None,
     sampling: Sampling = Sampling(),
     n: int = 1,
     k: Sequence[int] = (),
@@ -101,6 +103,8 @@ def evaluate(
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
     Args:
+        harness: agents to evaluate instead of single responses. Its result is the reward.
+        env: environments to play in instead, a group of `EnvWorker`.
         k: values of k for pass@k, from 1 to n (otherwise a UserError); by default 1 and n.
         solved: lowest verdict of a correct response; by default 1.
         verdict: name of the reward function that marks correct responses; by default the only
@@ -110,7 +114,8 @@ def evaluate(
         raise UserError(
             f"evaluate(n={n}, k={tuple(k)}): pass@{wrong[0]} needs n of at least {wrong[0]}, and k of at least 1"
         )
-    samples = reward.score(rollout.generate(prompts, n=n, sampling=sampling))
+    ways: dict[str, Any] = {"reward": reward, "harness": harness, "env": env}
+    samples = scored(prompts, rollout=rollout, **ways, n=n, sampling=sampling)
     find = getattr(getattr(reward, "config", None), "verdict", None)
     if verdict is not None:
         found = f"{REWARD}/{verdict}"

@@ -20,7 +20,7 @@ from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized, have_equal_rewards
 from .loss import Loss
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
-from .protocols import Policy, Rewarder, Rollout, Scorer
+from .protocols import Policy, Rewarder, Rollout, Scorer, scored
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -42,9 +42,11 @@ def greedy_baselines(
 def grpo(
     prompts: Any,
     *,
-    rollout: Rollout,
-    reward: Rewarder,
+    rollout: Any,
+    reward: Rewarder | None = None,
     actor: Policy,
+    harness: Any = None,
+    env: Any = None,
     reference: Scorer | None = None,
     n: int = 8,
     sampling: Sampling = Sampling(),
@@ -60,13 +62,16 @@ def grpo(
     log-probabilities, the actor computes them before the update. If the estimator reads
     `baseline_reward` (ReMax), the graph also samples greedy responses.
 
+    With a `harness` or with environments (`env`), the responses are the turns of agents, with their
+    reward. Without them, `reward` scores the responses.
+
     `entropies` adds the entropy of each token, at the cost of a forward pass if the loss needs no
     old log-probabilities.
     """
-    if str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
+    if reward is not None and str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
         prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
-    samples = rollout.generate(prompts, n=n, sampling=sampling)
-    samples = reward.score(samples)
+    ways: dict[str, Any] = {"reward": reward, "harness": harness, "env": env}
+    samples = scored(prompts, rollout=rollout, **ways, n=n, sampling=sampling)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     if entropies or needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..dataflow.errors import UserError
 from .loss import Loss
 from .sampling import Sampling
 
@@ -13,6 +14,14 @@ class Rollout(Protocol):
 
     def generate(self, prompts: Any, *, n: int, sampling: Sampling) -> Any:
         """Return n new rows for each prompt, which form one group."""
+        ...
+
+
+class AgentRollout(Protocol):
+    """Runs episodes of a harness (`workers/rollout.py`)."""
+
+    def run(self, prompts: Any, *, harness: Any, n: int, sampling: Sampling) -> Any:
+        """Return the rows of n episodes for each prompt, which form one group."""
         ...
 
 
@@ -49,3 +58,34 @@ class Policy(Trainable, Scorer, Protocol):
         """Add the column `into` and, if `entropies` is set, the entropy of each token's
         distribution."""
         ...
+
+
+def scored(
+    prompts: Any,
+    *,
+    rollout: Any,
+    reward: Rewarder | None,
+    harness: Any,
+    env: Any,
+    n: int,
+    sampling: Sampling,
+) -> Any:
+    """Return n scored rows for each prompt, in a graph: by a harness, in environments, or by `generate`
+    and `score`.
+
+    Raises:
+        UserError: there is not exactly one of a harness, environments and a reward.
+    """
+    ways = {"reward": reward, "harness": harness, "env": env}
+    given = [f"{name}=..." for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(
+            "give one of reward=..., which scores responses, harness=..., whose result is the reward, and env=..., "
+            f"whose rewards are added up; there are {', '.join(given) or 'none'}"
+        )
+    if env is not None:
+        return rollout.interact(prompts, env=env, n=n, sampling=sampling)
+    if harness is not None:
+        return rollout.run(prompts, harness=harness, n=n, sampling=sampling)
+    assert reward is not None
+    return reward.score(rollout.generate(prompts, n=n, sampling=sampling))

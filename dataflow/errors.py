@@ -23,6 +23,7 @@
      │   ├─ LeaseError                         a lease was used for rows that it does not hold
      │   ├─ DivergedError                      too many bad optimizer steps in a row
      │   ├─ GenerationError                    the inference engine failed
+     │   │   └─ GatewayLost                    the gateway of the run's agents is gone
      │   ├─ SandboxError                       a sandbox did not start, or was ended from outside
      │   └─ WorkerError                        a call on a worker failed
      │       └─ WorkerDied                     the process of a worker is gone
@@ -271,6 +272,10 @@ class GenerationError(RunError):
     advice = "The engine's own log is in the run's logs/; engine='transformers' generates without vLLM, slowly."
 
 
+class GatewayLost(GenerationError):
+    """The gateway of the run's agents is gone. The driver starts it again."""
+
+
 class SandboxError(RunError):
     """A sandbox did not start, or something outside ended it. The program in it is not to blame."""
 
@@ -304,9 +309,12 @@ class RequestError(WeftError):
     """
 
     def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(status, kind, message)
         self.status = status
         self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[2])
 
 
 # Findings of the checker

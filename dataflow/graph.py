@@ -51,6 +51,8 @@ class Node:
     """Nodes that must finish a row (or its ancestor) before this node gets it."""
     path: tuple[str, ...] = ()
     """Nested graphs that contain the node, outermost first."""
+    uses: tuple[str, ...] = ()
+    """Other worker groups that work for the node: those among its arguments."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ def _text(graph: Graph) -> str:
         lines.append(f"       reads {', '.join(node.reads) or '-'}")
         if node.writes:
             lines.append(f"       writes {', '.join(node.writes)}")
+        if node.uses:
+            lines.append(f"       uses {', '.join(node.uses)}")
     lines += [f"  {e.follower} follows {e.leader}, {_every(e.every)}" for e in graph.follows]
     return "\n".join(lines)
 

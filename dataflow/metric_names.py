@@ -155,6 +155,24 @@ GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of published ele
 """,
     ),
     _section(
+        "Agents",
+        "`GROUP` is the group of rollout workers. Nodes `run` and `interact` write these, and the "
+        "metrics of generation; a response is then an episode.",
+        """
+GROUP/reward | of the reward | mean reward of the episodes | rises | falls
+GROUP/turns | turns | mean number of sampled turns of an episode | changes slowly | reaches the
+    harness's limit
+GROUP/episode_rows | rows | mean number of rows of an episode | 1 without sub-agents or shortened
+    histories | grows: the harness changes earlier messages
+GROUP/retokenised | rows | rows whose context contains sampled text that was tokenised again, because
+    the harness changed the history | 0 | above 0 for a harness that only appends messages
+GROUP/dropped_episodes | episodes | episodes that failed by no fault of the policy, and do not count
+    | 0 | many: see the reasons in `logs/gateway.log`
+GROUP/WHERE_failures | episodes | episodes that failed in the model, harness, tool, sandbox, task or
+    grader | few | rises
+""",
+    ),
+    _section(
         "The policy's update",
         "`GROUP` is the trained group, such as `actor`. Unless stated otherwise, metrics are means over "
         "trained tokens.",
@@ -293,7 +311,12 @@ FUNCTIONS = "functions"
 DRIVER = "driver"
 """Name of the driver among the processes of a run."""
 FATES = ("wait", "mask", "requeue", "drop")
-_FILLED = {"FATE": "|".join(FATES), "COLUMN": r"\w+", "K": r"\d+"}
+_FILLED = {
+    "FATE": "|".join(FATES),
+    "COLUMN": r"\w+",
+    "K": r"\d+",
+    "WHERE": "model|harness|tool|sandbox|task|grader",
+}
 """Patterns for the capital letters of a name."""
 
 

@@ -169,8 +169,13 @@ class _Trace:
         name = _unused(
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
         )
-        arguments = bind(function, 2 if handle else 1, args, kwargs)
-        given = {**arguments, CONFIG: handle.config} if handle else arguments
+        given = arguments = bind(function, 2 if handle else 1, args, kwargs)
+        # A node may use another worker group. Its worker gets the name of the group.
+        arguments = {
+            name: self.name_handle(value, None) if isinstance(value, Handle) else value
+            for name, value in given.items()
+        }
+        given = {**given, CONFIG: handle.config} if handle else given
         operation = declaration.called_with(given)
         # Hide a column of the user's file if the node reads the Weft column with the same name.
         own = declaration.weft_columns(given)
@@ -194,6 +199,7 @@ class _Trace:
             writers={c: rows.writers[c] for c in reads},
             after=self._after(rows, reads, group if operation.updates else None),
             path=self.path,
+            uses=tuple(arguments[name] for name, value in given.items() if isinstance(value, Handle)),
         )
         self.nodes.append(node)
         self.num_levels += expands

@@ -17,7 +17,7 @@ import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import weft
 from weft.algorithms.methods import supervised
@@ -138,7 +138,13 @@ def boxed(answer: str) -> str:
     return f"It is \\boxed{{{answer}}}."
 
 
-def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: int = 1024) -> None:
+def make_model(
+    folder: Path,
+    texts: Iterable[str],
+    seed: int = 0,
+    vocabulary: int = 1024,
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
     """Save a tokenizer, and a model with random weights, in a folder for `from_pretrained`.
 
     Args:
@@ -164,7 +170,7 @@ def make_model(folder: Path, texts: Iterable[str], seed: int = 0, vocabulary: in
     )
     pairs.train_from_iterator([*texts, *TEMPLATE_TEXTS], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token=STOP, pad_token=END)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -252,7 +258,7 @@ def _teach_to_solve(folder: Path, system: str, seed: int) -> None:
         dialogue(system, row["question"], worked(row["answer"], steps))
         for row, steps in zip(shown, hasty, strict=True)
     ]
-    _warm_start(folder, rows, seed, steps=WARM_STEPS)
+    warm_start(folder, rows, seed, steps=WARM_STEPS)
 
 
 def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
@@ -261,10 +267,17 @@ def _teach_the_form(folder: Path, data: str, system: str, seed: int) -> None:
     texts, answers = _make_for_data(folder / "untrained", data, system, seed)
     random.Random(seed).shuffle(answers)
     rows = [dialogue(system, text, boxed(answer)) for text, answer in zip(texts, answers, strict=True)]
-    _warm_start(folder, rows, seed, steps=30)
+    warm_start(folder, rows, seed, steps=30)
 
 
-def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: int) -> None:
+def warm_start(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    seed: int,
+    *,
+    steps: int,
+    train_on: Literal["last", "all"] = "last",
+) -> None:
     """Train the untrained model in `folder` on dialogues, and save it as `folder / "model"`."""
     model = str(folder / "untrained")
     actor = weft.group(
@@ -275,7 +288,11 @@ def _warm_start(folder: Path, rows: list[dict[str, Any]], seed: int, *, steps: i
         decay=("linear", steps),
     )
     solutions = weft.Prompts.from_rows(
-        rows, model, name="solutions", chat_template_kwargs={"enable_thinking": False}
+        rows,
+        model,
+        name="solutions",
+        chat_template_kwargs={"enable_thinking": False},
+        train_on=train_on,
     )
     with weft.Driver(
         supervised(solutions, actor=actor),

@@ -27,7 +27,9 @@ EXCUSED = {
         "cloudpickle",
         "pickle",
     },  # Ray's actor class, read once its environment is set
-    "workers/agents/harness.py": {"cloudpickle"},
+    "workers/agents/harness.py": {
+        "cloudpickle"
+    },  # writes the user's function; harness_process.py reads it
     "workers/agents/harness_process.py": {
         "pickle"
     },  # the user's function, over a socket pair from the process that started this one

@@ -22,6 +22,7 @@ import hmac
 import ipaddress
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -195,3 +196,30 @@ class _Meeting:
                     f"not join within {self.rendezvous.timeout_s:.0f} s"
                 )
             time.sleep(POLL_S)
+
+
+# The gateway of a run's agents
+
+
+@dataclass(frozen=True)
+class GatewayAddress:
+    """Where a run's gateway listens."""
+
+    host: str
+    port: int
+    key: str
+    """Secret of the run. Harnesses never see it: each episode has its own key."""
+    certificate: str = ""
+    """Certificate of the gateway, as PEM text; empty without TLS."""
+
+    def ssl_context(self) -> ssl.SSLContext | bool:
+        """Return what a client needs to verify the gateway."""
+        if not self.certificate:
+            return True
+        context = ssl.create_default_context(cadata=self.certificate)
+        context.check_hostname = False  # the certificate names no host
+        return context
+
+    def url(self, scheme: str, path: str) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}{'s' * bool(self.certificate)}://{host}:{self.port}{path}"

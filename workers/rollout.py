@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -19,8 +20,12 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.rows import MAX_CHILDREN
 from ..dataflow.column import (
     DRAW_PATH,
+    EPISODE_ID,
+    EPISODE_ROWS,
+    EPISODE_TOKENS,
     FINISH_REASON,
     GROUP_ID,
     IMAGES,
@@ -28,16 +33,22 @@ from ..dataflow.column import (
     PROMPT_IDS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
     RESPONSE_VERSIONS,
     ROUTES,
     SAMPLE_ID,
     TEMPERATURE,
+    TURN_ENDS,
 )
 from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
-from ..dataflow.operation import Shape
+from ..dataflow.operation import ALL_COLUMNS, Shape
+from .agents.harness import Interact, as_harness
+from .agents.link import EpisodeRequest, Hello, Link
+from .agents.serving import EpisodeServer, json_row, metrics_of, opened, to_rows
 from .dispatch import Dispatch
+from .environment import EnvWorker
 from .generation.engine import GenerationEngine, GenerationRequest, Response, generate, tokenizer_of
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
@@ -137,7 +148,12 @@ class RolloutConfig(VllmSettings):
                     "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
-            _check_prompts(source, node.name, _sampling_of(node), self.max_context or of_model, of_model)
+            if "harness" in node.arguments:
+                as_harness(node.arguments["harness"]).plan()
+            elif "env" not in node.arguments:
+                _check_prompts(
+                    source, node.name, _sampling_of(node), self.max_context or of_model, of_model
+                )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -242,6 +258,8 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 MAX_RESPONSES = 10_000_000
 """Limit on the responses of one `generate` call, which holds a request for each."""
+EPISODE_WAIT_S = 0.02
+"""[s] Longest wait for a turn to sample before other calls get a chance to run."""
 POLL_S = 0.001
 """[s] Polling interval for new weights while the worker is idle."""
 
@@ -249,6 +267,23 @@ POLL_S = 0.001
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
     more = (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE, *((ROUTES,) if config.routes else ()))
     return (str(RESPONSE_IDS), *sampling.writes, *map(str, more))
+
+
+def _episode_writes(harness: object, sampling: Sampling) -> tuple[str, ...]:
+    columns = (RESPONSE_VERSIONS, RESPONSE_MASK, TURN_ENDS, FINISH_REASON, TEMPERATURE)
+    episode = (EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS)
+    tokens = (str(PROMPT_IDS), str(RESPONSE_IDS), *sampling.writes)
+    return (*tokens, *map(str, (*columns, *episode)), *as_harness(harness).writes)
+
+
+def _interact_with(env: Any) -> Interact:
+    """Return the harness of a group of environments. Raises a UserError if the handle is of another
+    group."""
+    if not issubclass(getattr(env, "worker_class", object), EnvWorker):
+        raise UserError(
+            f"interact(env=...) takes a group of environments, weft.group(weft.EnvWorker, make=...), not {env!r}"
+        )
+    return Interact(env=env.called)
 
 
 class RolloutWorker(Worker):
@@ -335,7 +370,7 @@ class RolloutWorker(Worker):
         requests: list[GenerationRequest] = []
         for row, ids in enumerate(prompt_ids):
             for index in (index for index in range(n) if index not in made[row]):
-                seed = self._seed(int(group_ids[row]), draws[row], ids, index)
+                seed = self._seed(int(group_ids[row]), draws[row], ids.tobytes(), index)
                 requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
         # Number of unfinished responses per prompt.
         left = Counter(request.request_id // n for request in requests)
@@ -358,6 +393,131 @@ class RolloutWorker(Worker):
                     given_up = [row * n + index for row in rows for index in range(n)]
         finally:
             self._generating -= 1
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        may_read=(ALL_COLUMNS,),
+        writes=_episode_writes,
+    )
+    def run(
+        self, prompts: Batch, *, harness: Any, n: int = 1, sampling: Sampling = Sampling()
+    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+        """Run `n` episodes of a harness for each prompt, and make training rows of their turns.
+
+        The harness talks to the model over HTTP, in its own process. An episode has one row, or
+        several if its conversation branches. All tokens in a row are those that the model sampled or
+        was given.
+
+        Args:
+            prompts: any columns. The harness gets all of them but token ids and images.
+            harness: a function `async def run(row, *, base_url, api_key) -> float`, a class whose
+                methods are tools, or a `Harness` of `workers/agents/harness.py`.
+            sampling: `max_tokens` limits one turn; `max_context` limits a conversation.
+
+        Returns:
+            Rows as those of `generate`, and in addition `prompt_ids` [P] int32 of the conversation,
+            `response_mask` [L] (0 for given tokens), `turn_ends`, `episode_id`, `episode_rows`,
+            `episode_tokens`, and the columns of the harness, such as `reward`. Metrics: those of
+            `generate`, `turns`, `episode_rows`, `retokenised`, `dropped_episodes` and `WHERE_failures`.
+
+        Raises:
+            SampleError: all episodes of a prompt failed, and the policy did not cause it.
+            GatewayLost: the gateway is gone, and no other answers in time.
+        """
+        harness = as_harness(harness)
+        sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
+        draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
+        made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
+        most_rows = MAX_CHILDREN // n
+        requests: list[EpisodeRequest] = []
+        pending: dict[int, tuple[int, int]] = {}
+        """Episode -> its prompt's row and its number among the prompt's episodes."""
+        has_rows = [bool(numbers) for numbers in made]
+        for row, columns in enumerate(prompts.record.to_pylist()):
+            shown = json_row(columns)
+            content = json.dumps(shown, sort_keys=True).encode()
+            for index in {*range(n)} - {number // most_rows for number in made[row] or ()}:
+                episode_id = _hash(int(sample_ids[row]), index)
+                seed = self._seed(int(group_ids[row]), draws[row], content, index)
+                requests.append(EpisodeRequest(episode_id, seed, shown))
+                pending[episode_id] = row, index
+        left = Counter(row for row, _ in pending.values())
+        failures: dict[int, str] = {}
+        server = self._episodes
+        self._generating += 1
+        try:
+            model, context = str(self._folder), self.max_context
+            server.open(opened(model, context, sampling, harness, requests))
+            while pending:
+                server.work(EPISODE_WAIT_S)
+                self.context.advance()
+                ended = server.take_ended([*pending])
+                if not ended:
+                    sent = yield None
+                else:
+                    places = [pending.pop(end.episode_id) for end in ended]
+                    rows = [row for row, _ in places]
+                    left.subtract(rows)
+                    for end, row in zip(ended, rows, strict=True):
+                        if end.fatal:
+                            raise UserError(end.failure)
+                        has_rows[row] |= bool(end.rows) and end.scored
+                        if not (end.rows and end.scored):
+                            failures[row] = end.failure or "the harness sampled no turn"
+                    finished = [r for r in dict.fromkeys(rows) if not left[r] and has_rows[r]]
+                    kept = [k for k, end in enumerate(ended) if end.rows and end.scored]
+                    numbers: list[int] = []
+                    for k in kept:
+                        _check_rows(len(ended[k].rows), most_rows, n)
+                        first = places[k][1] * most_rows
+                        numbers += range(first, first + len(ended[k].rows))
+                    parents = [int(sample_ids[rows[k]]) for k in kept]
+                    batch = to_rows([ended[k] for k in kept], parents, harness, sampling)
+                    children = Children(batch, np.array(numbers, np.int64), sample_ids[finished])
+                    sent = yield children, metrics_of(ended)
+                lost = set(np.flatnonzero(np.isin(sample_ids, list(sent))).tolist()) if sent else ()
+                given_up = [id for id, (row, _) in pending.items() if row in lost]
+                for id in given_up:
+                    del pending[id]
+                server.close(given_up)
+        finally:
+            self._generating -= 1
+            server.close([*pending])
+        if failed := {row: why for row, why in failures.items() if not has_rows[row]}:
+            row, why = next(iter(failed.items()))
+            raise SampleError(
+                f"sample {sample_ids[row]}: all of its {n} episodes failed, the last one: {why}",
+                sample_ids[list(failed)].tolist(),
+            )
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        may_read=(ALL_COLUMNS,),
+        writes=lambda env, sampling: _episode_writes(_interact_with(env), sampling),
+    )
+    def interact(
+        self, prompts: Batch, *, env: EnvWorker | str, n: int = 1, sampling: Sampling = Sampling()
+    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+        """Play `n` episodes for each prompt in the environments of an `EnvWorker` group. Returns what
+        `run` returns, with `reward` (the sum of an episode's rewards) and `turn_rewards`.
+
+        Args:
+            env: the handle of the group. A worker gets its name.
+        """
+        assert isinstance(env, str)
+        yield from self.run(prompts, harness=Interact(env=env), n=n, sampling=sampling)
+
+    @cached_property
+    def _episodes(self) -> EpisodeServer:
+        address = self.context.gateway
+        if address is None:
+            raise UserError(f"{self.context.name}.run() needs a gateway, which only a driver starts")
+        hello = Hello(self.context.name, self.context.rank, self.config.max_num_seqs)
+        return EpisodeServer(self.engine, lambda: Link(address, hello))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
@@ -426,14 +586,12 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         self.engine.close()
 
-    def _seed(
-        self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
-    ) -> int | None:
+    def _seed(self, group_id: int, draw: Sequence[int], content: bytes, index: int) -> int | None:
         """Return the seed of one response. It depends on prompt and draw path, because rows of
         later turns share their group and may share their prompt."""
         if not self.config.seeded:
             return None
-        return _hash(self.context.seed, group_id, *draw, index, content=prompt_ids.tobytes())
+        return _hash(self.context.seed, group_id, *draw, index, content=content)
 
     def _check_prompts(
         self,
@@ -469,6 +627,10 @@ class RolloutWorker(Worker):
             raise SampleError(
                 f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist()
             )
+
+    @classmethod
+    def needs_gateway(cls, nodes: Sequence[Node]) -> bool:
+        return any({"harness", "env"} & node.arguments.keys() for node in nodes)
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
@@ -553,6 +715,14 @@ def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     # If config.json lacks the vocabulary size, only the smallest ids are certain to be valid.
     drawn = np.random.default_rng(0).integers(0, vocabulary or 2, (_CANARIES, _CANARY_PROMPT_TOKENS))
     return list(drawn.astype(np.int32))
+
+
+def _check_rows(number: int, most: int, n: int) -> None:
+    if number > most:
+        raise UserError(
+            f"an episode has {number} rows, and with n={n} at most {most} are possible: its harness starts a new conversation "
+            "for each turn, or changes earlier messages"
+        )
 
 
 def _children(

@@ -21,7 +21,7 @@ from .dispatch import Coordinates, Dispatch, RowCost
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
     from ..dataflow.source import Source
-    from .rendezvous import Rendezvous
+    from .rendezvous import GatewayAddress, Rendezvous
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -116,6 +116,8 @@ class Context:
     devices: tuple[str, ...] = ()
     """GPUs that only this process sees, as in `CUDA_VISIBLE_DEVICES`. If empty, the process sees
     all GPUs of its node, and uses the one numbered like its local rank."""
+    gateway: GatewayAddress | None = None
+    """Where the run's gateway listens; None in a run without agents."""
     advance: Callable[[], None] = lambda: None
     """Call this after each part of the work, such as a microbatch or an engine step. If a rank does
     not call it for `call_timeout_s`, the driver considers the rank hung."""
@@ -247,6 +249,11 @@ class Worker:
     def refuses_vllm_backends(cls, config: Any) -> str:
         """Return why vLLM's backends cannot send weights to such a group, or "" if they can."""
         return f"{cls.__name__} does not run vLLM"
+
+    @classmethod
+    def needs_gateway(cls, nodes: Sequence[Node]) -> bool:
+        """Return whether these calls on the group need the gateway of a run's agents."""
+        return False
 
     @property
     def coordinates(self) -> Coordinates:

@@ -102,12 +102,9 @@ class LongTailedRollout(RolloutWorker):
         assert isinstance(self.config, LongTailedConfig)
         return LongTailedEngine(self.config, **settings)
 
-    def _seed(
-        self, group_id: int, draw: Sequence[int], prompt_ids: np.ndarray, index: int
-    ) -> int | None:
-        return response_seed(
-            prompt_ids, index
-        )  # seed by prompt: a group's number depends on the schedule
+    def _seed(self, group_id: int, draw: Sequence[int], content: bytes, index: int) -> int | None:
+        # Seed by prompt: a group's number depends on the schedule.
+        return response_seed(np.frombuffer(content, np.int32), index)
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def process(self) -> int:

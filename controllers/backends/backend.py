@@ -21,6 +21,7 @@ from ...dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from ...dataflow.graph import Handle, ParameterEdge
 from ...dataflow.runs.files import BUFFER, LOGS
 from ...dataflow.runs.log import SYNC_INTERVAL_S
+from ...workers.rendezvous import GatewayAddress
 from ..group import Call, WorkerGroup
 from ..node_layout import machine_gpus
 from ..placement import Place
@@ -90,6 +91,8 @@ class Setup:
     """[s] Longest time without progress of a rank's call."""
     writers: Collection[str] = ()
     """Groups that write checkpoints or samples into the run's directory."""
+    gateway: GatewayAddress | None = None
+    """Where the gateway of the run's agents listens."""
     tell: Callable[[str], None] = lambda line: None
 
 
@@ -165,6 +168,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """End every process, and clean up all nodes. Can be called more than once."""
         ...
+
+    @property
+    def own_address(self) -> str:
+        """Address of the driver's node for processes on other nodes; empty without other nodes."""
+        return ""
 
     @property
     def nodes(self) -> Collection[str]:

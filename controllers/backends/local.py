@@ -206,7 +206,13 @@ class Local(Backend):
         return {name: groups[name] for name in setup.handles}
 
     def _made(self, name: str, handle: Handle, setup: Setup, watch: _SilenceWatch) -> Worker:
-        context = Context(name=name, run_dir=setup.run_dir, seed=setup.seed, advance=watch.advance)
+        context = Context(
+            name=name,
+            run_dir=setup.run_dir,
+            seed=setup.seed,
+            gateway=setup.gateway,
+            advance=watch.advance,
+        )
         try:
             with watch.over(setup.start_timeout_s):
                 return handle.worker_class(handle.config, context)

@@ -209,6 +209,7 @@ class RayBackend(Backend, Cluster):
             seed=setup.seed,
             watched=True,
             deadline_s=deadline_s,
+            gateway=setup.gateway,
         )
         sharing = sum(1 for p in setup.placement.values() if p.pool.name == place.pool.name)
         pool = self._pools[place.pool.name]
@@ -286,6 +287,14 @@ class RayBackend(Backend, Cluster):
         asked = {actor.advanced.options(concurrency_group=CONTROL).remote(): None for actor in actors}
         answers = take_answers(asked, ADVANCED_TIMEOUT_S)
         return len(answers) + len(asked) < len(actors) or any(advanced for _, advanced in answers)
+
+    @property
+    def own_address(self) -> str:
+        if self.address is None:
+            return ""
+        import ray
+
+        return ray.util.get_node_ip_address()
 
     @property
     def cluster(self) -> Cluster:

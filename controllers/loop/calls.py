@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ...dataflow.buffer.leases import Published, Spread, Written
 from ...dataflow.buffer.ledger import Ledger
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.buffer.segments import Segment
+from ...dataflow.graph import Node
 from ...dataflow.runs.directory import RunDirectory
 from ..backends.backend import Event
 from ..graph_run import GraphRuns
@@ -49,10 +51,15 @@ class _DeviceTurns:
 
     Args:
         weights: Knows whether a group that is offloaded may discard its weights.
+        partners: Group -> groups on the same pool that work together with it, such as environments
+            with a rollout. They have their turn together.
     """
 
-    def __init__(self, weights: WeightSync) -> None:
+    def __init__(
+        self, weights: WeightSync, partners: Mapping[str, Sequence[WorkerGroup]] = MappingProxyType({})
+    ) -> None:
         self._weights = weights
+        self._partners = partners
         self._pools: dict[str, _Pool] = {}
 
     def ask(self, request: CallRequest) -> list[CallRequest]:
@@ -73,20 +80,44 @@ class _DeviceTurns:
             ready.append(replace(pool.waiting.popleft(), on_device=False))
         if pool.waiting:
             before, pool.holder, pool.changing = pool.holder, pool.waiting[0].group, True
-            onload = CallRequest(pool.holder, "onload", then=lambda call: self._onloaded(pool))
-            if before is None:
-                return [*ready, onload]
-            handle, arguments = before.handle, {}
-            if handle.worker_class.discards_weights(handle.config) and self._weights.replaces(
-                before, pool.waiting[0]
-            ):
-                arguments = {"discard_weights": True}
-            ready.append(CallRequest(before, "offload", arguments, then=lambda call: [onload]))
+            changes: list[CallRequest] = []
+            if before is not None:
+                handle, arguments = before.handle, {}
+                if handle.worker_class.discards_weights(handle.config) and self._weights.replaces(
+                    before, pool.waiting[0]
+                ):
+                    arguments = {"discard_weights": True}
+                changes.append(CallRequest(before, "offload", arguments))
+                changes += [CallRequest(one, "offload") for one in self._partners.get(before.name, ())]
+            now = [pool.holder, *self._partners.get(pool.holder.name, ())]
+            changes += [CallRequest(one, "onload") for one in now]
+            ready.append(_one_after_another(changes, lambda call: self._onloaded(pool)))
         return ready
 
     def _onloaded(self, pool: _Pool) -> list[CallRequest]:
         pool.changing = False
         return self._next(pool)
+
+
+def _partners(nodes: Iterable[Node], groups: Mapping[str, WorkerGroup]) -> dict[str, list[WorkerGroup]]:
+    """Return group -> groups on the same pool that its nodes use."""
+    found: dict[str, list[WorkerGroup]] = {}
+    for node in nodes:
+        for other in [groups[name] for name in node.uses]:
+            own = groups.get(node.group or "")
+            if own is not None and own.place.pool.name == other.place.pool.name:
+                found.setdefault(own.name, [])
+                found[own.name] += [other] if other not in found[own.name] else []
+    return found
+
+
+def _one_after_another(requests: Sequence[CallRequest], then: Then) -> CallRequest:
+    """Return the first of these requests. Each makes the next one, and the last one does `then`."""
+    *earlier, last = requests
+    made = replace(last, then=then)
+    for request in reversed(earlier):
+        made = replace(request, then=lambda call, made=made: [made])
+    return made
 
 
 def busy_s(spans: Iterable[tuple[float, float]], since: float) -> float:
@@ -132,7 +163,8 @@ class Calls:
         self._graph_runs = graph_runs
         self._failures = failures
         self._saving = saving
-        self._devices = _DeviceTurns(weights)
+        nodes = [node for run in graph_runs for node in run.graph.nodes]
+        self._devices = _DeviceTurns(weights, _partners(nodes, groups))
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()

@@ -40,6 +40,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import SAMPLES
 from ...dataflow.runs.log import Position
 from ...dataflow.runs.requests import RunRequests
+from ..gateway_process import GatewayProcess
 from ..graph_run import GraphRuns
 from ..group import Call, CallRequest, WorkerGroup
 from ..recovery.checkpoints import CheckpointFolder, RunState, has_state
@@ -73,8 +74,10 @@ class Run:
         buffer: SampleBuffer,
         groups: dict[str, WorkerGroup],
         graph_runs: GraphRuns,
+        gateway: GatewayProcess | None,
     ) -> None:
         self._spec, self._backend = spec, spec.backend
+        self._gateway = gateway
         self._progress, self._disk = history.progress, history.disk
         self._directory = directory
         self._point = point
@@ -190,9 +193,17 @@ class Run:
 
     def _dispatch(self) -> None:
         self._calls.queue(self._weights.receive_when_idle())
+        self._calls.queue(self._questions())
         self._calls.make_calls()
         if not self._saving.holds_up:
             self._dispatcher.dispatch()
+
+    def _questions(self) -> list[CallRequest]:
+        """Return a call to each rank that plays episodes and may have died. Nodes call only the ranks
+        that sample."""
+        asked = () if self._gateway is None else self._gateway.take_asked()
+        groups = [group for name, group in self.groups.items() if name in asked]
+        return [CallRequest(group, "answer", ranks=(rank,)) for group in groups for rank in group.up]
 
     def _settle(self) -> None:
         self._calls.make_calls()
@@ -283,7 +294,7 @@ class Run:
 
     def _save(self) -> None:
         """Continue the checkpoint that is being written, and begin one that is due."""
-        self._tell_of_copies()
+        self._tell_notes()
         progressed = self._saving.advance(self._directory.values)
         self._calls.queue(progressed.requests)
         if given_up := progressed.given_up:
@@ -322,13 +333,14 @@ class Run:
         self._saving.require(self._train.step, again=again)
         self._until(is_saved)
 
-    def _tell_of_copies(self) -> None:
-        for note in self._copies.take_notes():
+    def _tell_notes(self) -> None:
+        notes = [] if self._gateway is None else self._gateway.take_notes()
+        for note in (*notes, *self._copies.take_notes()):
             self._progress.say(note)
 
     def _end_copies(self, timeout_s: float) -> None:
         self._copies.close(timeout_s, say=self._progress.say)
-        self._tell_of_copies()
+        self._tell_notes()
 
     # Ending early
 
@@ -406,4 +418,6 @@ class Run:
             try:
                 self._backend.close()
             finally:
+                if self._gateway is not None:
+                    self._gateway.close()
                 self.buffer.close(going_on=not self.ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import BUFFER
 from ...dataflow.source import CURSOR, Cursor, positions
 from ..backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
+from ..gateway_process import GatewayProcess
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
 from ..ranks.row_io import num_tokens
@@ -65,10 +66,14 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.cluster.delete if backend.cluster else None
         files = _files(spec, directory, buffer, progress)
-        groups = backend.start(_setup(spec, directory, files, progress))
+        gateway = _gateway(spec, directory)
+        if gateway is not None:
+            undo.callback(gateway.close)
+        address = None if gateway is None else gateway.address
+        groups = backend.start(replace(_setup(spec, directory, files, progress), gateway=address))
         _drop_lost_rows(buffer, backend, progress)
         graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
-        run = Run(spec, history, directory, point, buffer, groups, graph_runs)
+        run = Run(spec, history, directory, point, buffer, groups, graph_runs, gateway)
         # From here on, the run closes the backend and the buffer.
         undo.pop_all()
         undo.callback(run.close)
@@ -192,6 +197,15 @@ def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progr
         writers=writers,
         tell=progress.say,
     )
+
+
+def _gateway(spec: RunSpec, directory: RunDirectory) -> GatewayProcess | None:
+    """Start the gateway of the run's agents, if it has any."""
+    nodes = [node for graph in spec.graphs.values() for node in graph.nodes]
+    for name, handle in spec.handles.items():
+        if handle.worker_class.needs_gateway([node for node in nodes if node.group == name]):
+            return GatewayProcess(directory.path, spec.backend.own_address)
+    return None
 
 
 # The graphs

@@ -31,6 +31,7 @@ from ...dataflow.prompts.prompts import Prompts
 from ...dataflow.runs.directory import check_name
 from ...workers.models.model_folder import find_model_config
 from ..backends.backend import START_TIMEOUT_S
+from ..node_layout import shares_gpus
 from ..placement import Place
 from ..recovery.changed_settings import (
     ORDER_OF_DATA,
@@ -146,6 +147,7 @@ def check_schedule(spec: RunSpec) -> None:
     for graph in evaluated:
         check_rows(graph, len(graph.source.table), f"a source of {len(graph.source.table):,} rows")
     check_apart(train, spec.schedule, spec.placement, evaluated)
+    check_partners(spec.graphs.values(), spec.placement)
     check_transports(spec.handles.values(), spec.placement)
 
 
@@ -392,6 +394,18 @@ def check_apart(
                 raise UserError(
                     f"{type(schedule).__name__} generates without pause, but {group!r} and {other!r} take turns on pool {pool!r}: "
                     "give each group a separate resource pool"
+                )
+
+
+def check_partners(graphs: Iterable[Graph], placement: Mapping[str, Place]) -> None:
+    """Check that groups that work together do not take turns on different pools."""
+    for node in (node for graph in graphs for node in graph.nodes):
+        for other in node.uses:
+            pool = placement[other].pool
+            if shares_gpus(placement, other) and placement[str(node.group)].pool.name != pool.name:
+                raise UserError(
+                    f"node {node.name!r} needs {node.group!r} and {other!r} at the same time, but {other!r} takes turns with others on "
+                    f"pool {pool.name!r}; give {other!r} a separate pool, or place it on the pool of {node.group!r}"
                 )
 
 

@@ -15,6 +15,7 @@ from ...dataflow.column import (
     ADVANTAGES,
     ANSWER,
     CHOSEN_IDS,
+    EPISODE_ID,
     PREFERRED,
     PROMPT,
     PROMPT_IDS,
@@ -90,7 +91,10 @@ def step_sizes(graph: Graph, prompts: int) -> StepSizes:
             number = node.arguments.get("n", 2 if str(PREFERRED) in node.writes else 1)
             rows[node.makes_level] = rows[node.level] * (number if isinstance(number, int) else 1)
         if isinstance(sampling := node.arguments.get("sampling"), Sampling):
-            limits.append(sampling.max_tokens)
+            limit = sampling.max_tokens
+            if str(EPISODE_ID) in node.writes and node.group is not None:  # a row has several turns
+                limit = getattr(graph.handles[node.group].config, "max_context", None) or limit
+            limits.append(limit)
     responses = [_mean(graph, str(column)) for column in (RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)]
     present = [length for length in responses if length]
     longest = max(limits) if limits else float(np.mean(present)) if present else 0.0

@@ -50,7 +50,7 @@ EARLIER = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True)
-class _Certificate:
+class Certificate:
     """A server's certificate and private key (PEM). The key never leaves the process."""
 
     certificate: bytes
@@ -60,7 +60,7 @@ class _Certificate:
         return "<Certificate with its key>"
 
 
-def make_certificate() -> _Certificate:
+def make_certificate() -> Certificate:
     """Create a self-signed certificate with a P-256 key."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -84,7 +84,7 @@ def make_certificate() -> _Certificate:
     )
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    return _Certificate(made.public_bytes(pem), secret)
+    return Certificate(made.public_bytes(pem), secret)
 
 
 # Flight
@@ -117,7 +117,7 @@ class SegmentServer(pf.FlightServerBase):
         *,
         host: str = "127.0.0.1",
         token: str,
-        certificate: _Certificate | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
         if not token:
             raise ValueError("SegmentServer.token is empty; set it, because it authenticates callers")

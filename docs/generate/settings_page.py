@@ -54,6 +54,7 @@ from weft.workers.actor import ActorConfig
 from weft.workers.adaptive_kl import AdaptiveKlConfig
 from weft.workers.agents.harness import Command, Environment, Function, Harness, Verifiers
 from weft.workers.critic import CriticConfig
+from weft.workers.environment import EnvConfig
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.reward import RewardConfig
 from weft.workers.rewards.code import Code
@@ -68,6 +69,8 @@ from weft.workers.training.optimizer import OptimizerConfig
 FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
     "RecorderConfig.tokenizer": "a run finds it among its groups",
+    "Interact.env": "`rollout.interact` sets it",
+    "Interact.writes": "`rollout.interact` sets it",
 }
 """Fields that the run sets, so the page leaves them out."""
 
@@ -116,6 +119,7 @@ SECTIONS = (
     Section(
         "Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)
     ),
+    Section("Environments", "Arguments of `weft.group(weft.EnvWorker, ...)`.", (EnvConfig,)),
     Section(
         "Harnesses",
         "Programs that let the model act, for `rollout.run(prompts, harness=...)`.",

@@ -31,3 +31,10 @@ def test_an_attack_that_succeeds_does_not_count(
     assert figures["contained"] == 2
     assert figures["sandbox_start_ms"] > 0 < figures["sandbox_run_ms"]
     sys.modules.pop("contained")
+
+
+def test_two_parts_of_environments_halve_the_time_of_an_episode(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    assert load("agents/embodied").measure() == {"embodied": [320.0, 161.0]}

@@ -35,6 +35,7 @@ def test_the_drawing_is_the_tree():
 SPECIAL = {
     "DamagedSegment": (Segment("n0", "f", 0, 8, 1), "f", "the file is missing"),
     "SampleError": ("bad", (1, 2)),
+    "RequestError": (400, "invalid_request_error", "n: 0 is below 1"),
 }
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import pydantic
 
-from ...dataflow.column import REWARD
+from ...dataflow.column import REWARD, TURN_REWARDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ..rewards.function import name_of, signature_of
@@ -365,6 +365,39 @@ def _tools(environment: type) -> list[dict[str, Any]]:
                 "with 'Args:'. Begin its name with _ if the model shall not call it"
             ) from None
     return tools
+
+
+class Interact(Harness):
+    """Episodes in the environments of an `EnvWorker` group. `rollout.interact` makes it."""
+
+    writes: tuple[str, ...] = (str(REWARD), str(TURN_REWARDS))
+    env: str
+    """Name of the group."""
+
+    @property
+    def title(self) -> str:
+        return self.env
+
+    def program(self) -> dict[str, Any]:
+        return {"env": self.env}
+
+
+def as_harness(given: object) -> Harness:
+    """Return a harness. A function becomes a `Function`, and a class an `Environment`.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if isinstance(given, Harness):
+        return given
+    if isinstance(given, type):
+        return Environment(environment=given)
+    if callable(given):
+        return Function(function=given)
+    raise UserError(
+        f"harness={given!r} is no harness; give a function `async def run(row, *, base_url, api_key)`, a class whose methods "
+        "are the tools, or a Command(...) of weft.workers.agents.harness"
+    )
 
 
 def _pickled(value: Any, title: str) -> str:

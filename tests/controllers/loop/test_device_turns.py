@@ -110,3 +110,22 @@ def test_a_follower_discards_weights_only_if_an_update_surely_replaces_them(
     (offload,) = turns.ask(CallRequest(groups["actor"], "update", on_device=True))
     sure = worker is DiscardingRollout and evaluated == "no" and every == 1 and updating
     assert offload.arguments == ({"discard_weights": True} if sure and not has_followers else {})
+
+
+def test_groups_that_work_together_have_their_turn_together():
+    asked = Asked()
+    rollout, env, actor = (asked.group(name, GPUS) for name in ("rollout", "env", "actor"))
+    weights = WeightSync((), {}, "continue", lambda call: None, None)
+    turns = _DeviceTurns(weights, {"rollout": [env]})
+    (onload,) = turns.ask(CallRequest(rollout, "interact", on_device=True))
+    assert named([onload]) == ["rollout.onload"]
+    (onload,) = ended(turns, onload)
+    assert named([onload]) == ["env.onload"]
+    assert named(ended(turns, onload)) == ["rollout.interact"]
+    (offload,) = turns.ask(CallRequest(actor, "update", on_device=True))
+    assert named([offload]) == ["rollout.offload"]
+    (offload,) = ended(turns, offload)
+    assert named([offload]) == ["env.offload"]
+    (onload,) = ended(turns, offload)
+    assert named([onload]) == ["actor.onload"]
+    assert named(ended(turns, onload)) == ["actor.update"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import games
+from agents import games  # pyright: ignore[reportAttributeAccessIssue]
 from agents.rig import Rig
 
 from weft.dataflow.errors import UserError

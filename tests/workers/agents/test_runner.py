@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from agents import odd_harness
+from agents import odd_harness  # pyright: ignore[reportAttributeAccessIssue]
 from agents.rig import Rig, await_end, is_running
 
 from weft.dataflow.errors import UserError

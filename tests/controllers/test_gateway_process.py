@@ -1,0 +1,71 @@
+"""The driver starts the gateway of a run's agents, and starts it again if it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from weft.controllers.gateway_process import GatewayProcess
+from weft.dataflow.errors import GatewayLost
+from weft.workers.agents.link import Hello, Link
+
+DEADLINE_S = 60.0
+pytestmark = pytest.mark.thorough
+
+
+def wait_for_note(gateway: GatewayProcess, text: str) -> str:
+    by = time.monotonic() + DEADLINE_S
+    while time.monotonic() < by:
+        for note in gateway.take_notes():
+            if text in note:
+                return note
+        time.sleep(0.05)
+    raise AssertionError(f"no note has {text!r} within {DEADLINE_S:g} s")
+
+
+def test_a_gateway_that_dies_starts_again_at_the_same_address(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path)
+    try:
+        address, before = gateway.address, gateway.pid
+        link = Link(address, Hello("rollout", 0, 8))
+        url = address.url("http", "/v1/models")
+        assert httpx.get(url, timeout=DEADLINE_S).status_code == 401
+        os.kill(before, signal.SIGKILL)
+        assert "signal 9" in wait_for_note(gateway, "starts again")
+        link.wait(DEADLINE_S)
+        with pytest.raises(GatewayLost, match="the gateway is gone"):
+            link.take()
+        link.close()
+        assert gateway.address == address
+        # A new connection waits until the process listens.
+        Link(address, Hello("rollout", 0, 8)).close()
+        assert httpx.get(url, timeout=DEADLINE_S).status_code == 401
+        assert gateway.pid != before
+    finally:
+        gateway.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(gateway.pid, 0)
+
+
+def test_ranks_on_other_nodes_connect_by_tls_with_the_key(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path, "127.0.0.1")
+    try:
+        address = gateway.address
+        assert address.certificate.startswith("-----BEGIN CERTIFICATE")
+        link = Link(address, Hello("rollout", 0, 8))
+        assert link.take() == []
+        link.close()
+        wrong = type(address)(address.host, address.port, "another key", address.certificate)
+        with pytest.raises(GatewayLost):
+            refused = Link(wrong, Hello("rollout", 0, 8))
+            refused.wait(DEADLINE_S)
+            refused.take()
+        with pytest.raises(httpx.HTTPError):  # no client takes another certificate
+            httpx.get(address.url("http", "/v1/models"), timeout=DEADLINE_S)
+    finally:
+        gateway.close()

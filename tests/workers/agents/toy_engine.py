@@ -1,0 +1,60 @@
+"""An engine that answers prompts with given texts, one token in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from weft.algorithms.sampling import Sampling
+from weft.workers.generation.engine import GenerationRequest, Response
+
+from .words import WordRenderer
+
+
+class ToyEngine:
+    """Samples `answer(prompt)`, then the stop token. Token k has the log-probability -k - 1."""
+
+    def __init__(self, renderer: WordRenderer, answer: Callable[[str], str]) -> None:
+        self.renderer, self.answer = renderer, answer
+        self.version = 0
+        self.requests: list[tuple[GenerationRequest, Sampling]] = []
+        self.aborted: list[int] = []
+        self._left: dict[int, tuple[list[int], list[int], int]] = {}
+        """Ticket -> (answer, versions so far, maximum length)."""
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._left)
+
+    def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
+        self.requests.append((request, sampling))
+        text = self.answer(self.renderer.decode(request.prompt_ids.tolist()))
+        ids = [*self.renderer.ids(text), 0]
+        self._left[len(self.requests)] = ids, [], min(len(ids), sampling.max_tokens)
+        return len(self.requests)
+
+    def step(self) -> list[Response]:
+        finished: list[Response] = []
+        for ticket, (ids, versions, most) in list(self._left.items()):
+            versions.append(self.version)
+            if len(versions) == most:
+                del self._left[ticket]
+                logprobs = -np.arange(1, most + 1, dtype=np.float32)
+                reason = "stop" if most == len(ids) else "length"
+                finished.append(
+                    Response(
+                        ticket,
+                        0,
+                        np.array(ids[:most], np.int32),
+                        logprobs,
+                        np.array(versions, np.int32),
+                        reason,
+                    )
+                )
+        return finished
+
+    def abort(self, tickets: Collection[int]) -> None:
+        for ticket in tickets:
+            if self._left.pop(ticket, None) is not None:
+                self.aborted.append(ticket)

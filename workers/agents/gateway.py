@@ -1,0 +1,844 @@
+"""Gateway: the process of a run that serves models to harnesses and keeps their exact tokens.
+
+    harness ──HTTP──> session ──turn──> waiting ──> replica (a rollout rank) ──> reply
+                        ^                  ^              │
+                        │                  └── the rank has died
+                 rows of the episode
+
+- Each attempt at an episode has its own key and session. A late request of an earlier attempt never
+  reaches a later one.
+- Turns wait in order of arrival. A turn goes to the replica that sampled its session's last turn,
+  unless that one is busy while another is idle.
+- A replica that dies loses only the turns that it was sampling. They wait for another replica.
+- An episode belongs to the rank that has leased its prompt. If that rank dies, the episode goes on,
+  and the next rank that opens it joins it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import Response as Reply
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ...algorithms.sampling import Sampling
+from ...dataflow.errors import RequestError, UserError
+from ..generation.engine import Response
+from .chat_protocol import CHAT
+from .failures import (
+    ContextFull,
+    EpisodeFailure,
+    HarnessDied,
+    SetupTimedOut,
+)
+from .harness import HarnessPlan
+from .link import (
+    MOST_BYTES,
+    PATH,
+    Abort,
+    Close,
+    Ended,
+    EpisodeRequest,
+    Hello,
+    Open,
+    Play,
+    Played,
+    Record,
+    Rest,
+    Sample,
+    Sampled,
+    Stop,
+    to_bytes,
+    to_record,
+)
+from .messages import Completion
+from .messages_protocol import MESSAGES
+from .protocol import HttpProtocol
+from .protocol_fields import Fields
+from .rendering import Renderer
+from .responses_protocol import RESPONSES
+from .runner import EpisodeRunner
+from .sessions import Session, Turn
+
+ATTEMPTS = 3
+"""Attempts at an episode whose failures the policy does not cause."""
+REJOIN_S = 120.0
+"""[s] How long an episode goes on after the rank that leased it has died."""
+ABANDONED_S = 30.0
+"""[s] How long a turn is sampled on after its client has hung up. The client may repeat its request."""
+SAMPLE_S = 1800.0
+"""[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
+ENVIRONMENTS_S = 300.0
+"""[s] Longest wait for a rank with environments, which the driver may be replacing."""
+BUSY = 4
+"""Turns at a replica from which another, idle one takes over its sessions."""
+CLIENT_GONE = 499
+
+
+@dataclass(eq=False)
+class _Replica:
+    """A rollout rank that is connected."""
+
+    socket: WebSocket
+    hello: Hello
+    serves: bool = False
+    """Whether it has an open call, and takes turns."""
+    turns: dict[int, _Waiting] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        return self.hello.capacity - len(self.turns) if self.serves else 0
+
+
+@dataclass(eq=False)
+class _Player:
+    """A rank with environments that is connected."""
+
+    socket: WebSocket
+    hello: Hello
+    playing: dict[str, asyncio.Future[Mapping[str, Any]]] = field(
+        default_factory=dict[str, "asyncio.Future[Mapping[str, Any]]"]
+    )
+    """Key of an episode -> its result."""
+
+
+class _Players:
+    """Plays episodes with the ranks of a group of environments. Interface of `EpisodeRunner`.
+
+    An episode waits for a free environment as long as there are ranks. It has no deadline of its own:
+    the ranks limit each call of a simulator and the number of turns.
+
+    Args:
+        ask: tells the driver that ranks have come or gone, or that there are none.
+    """
+
+    def __init__(self, group: str, ask: Callable[[], None]) -> None:
+        self._group = group
+        self._ask = ask
+        self._players: set[_Player] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, player: _Player) -> None:
+        self._players.add(player)
+        self._tell()
+        self._ask()
+
+    def remove(self, player: _Player) -> None:
+        self._players.discard(player)
+        for result in player.playing.values():
+            if not result.done():
+                result.set_exception(HarnessDied(f"{_name(player.hello)} is gone"))
+        self._tell()
+        self._ask()
+
+    def take(self, player: _Player, played: Played) -> None:
+        result = player.playing.get(played.key)
+        if result is not None and not result.done():
+            if played.failure is not None:
+                result.set_exception(EpisodeFailure.from_json(played.failure))
+            else:
+                result.set_result(played.result)
+
+    async def run(self, key: str, row: Mapping[str, Any], *, base_url: str) -> Mapping[str, Any]:
+        player = await self._free()
+        result = player.playing[key] = asyncio.get_running_loop().create_future()
+        try:
+            await _send(player.socket, Play(key, row))  # if it is gone, `remove` follows
+            return await result
+        finally:
+            del player.playing[key]
+            self._tell()
+            if result.cancelled():
+                await _send(player.socket, Stop(key))
+
+    @contextlib.contextmanager
+    def sampling(self, key: str) -> Iterator[None]:
+        yield
+
+    async def _free(self) -> _Player:
+        """Return a rank with a free environment."""
+        while True:
+            able = [p for p in self._players if len(p.playing) < p.hello.capacity]
+            if able:
+                return min(able, key=lambda p: (len(p.playing), p.hello.rank))
+            if not self._players:
+                self._ask()
+            try:
+                await asyncio.wait_for(self._changed.wait(), ENVIRONMENTS_S)
+            except TimeoutError:
+                if not self._players:
+                    raise SetupTimedOut(
+                        f"no rank of the environments {self._group!r} is up, for {ENVIRONMENTS_S:g} s"
+                    ) from None
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A turn that waits for a replica, or is being sampled by one."""
+
+    number: int
+    episode: _Episode
+    turn: Turn
+    sample: Sample
+    done: asyncio.Future[Response]
+    replica: _Replica | None = None
+
+
+@dataclass(eq=False)
+class _Episode:
+    request: EpisodeRequest
+    opened: Open
+    group: str
+    owner: _Replica | None
+    key: str = ""
+    session: Session | None = None
+    waiting: dict[Turn, _Waiting] = field(default_factory=dict)
+    last: _Replica | None = None
+    """The replica that sampled the session's last turn."""
+    runner: EpisodeRunner | _Players | None = None
+    full: bool = False
+    """Whether a request had no room for a response."""
+    task: asyncio.Task[None] | None = None
+    outcome: Ended | None = None
+    orphaned_s: float = 0.0
+    """Time since which it has no owner."""
+
+
+class Gateway:
+    """The state of the gateway's process. All methods run on its event loop.
+
+    Args:
+        key: secret of the run, for its ranks.
+        address: base of the URLs that harnesses get: `http://host:port`.
+        logs: folder for the output of harnesses.
+        note: tells the driver a line.
+        ask: asks the driver to look after the ranks of a group.
+        load: makes the renderer of a model.
+        start: makes what runs the episodes of a harness.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        address: str,
+        logs: Path,
+        note: Callable[[str], None],
+        ask: Callable[[str], None] = lambda group: None,
+        load: Callable[[str], Renderer] = Renderer.load,
+        start: Callable[[HarnessPlan, Path, Path], Awaitable[EpisodeRunner]] | None = None,
+    ) -> None:
+        self._load, self._start, self._ask = load, start or _started, ask
+        self._key, self._address, self._logs, self._note = key, address, logs, note
+        self._scratch = Path(tempfile.mkdtemp(prefix="weft-harness-"))
+        self._replicas: set[_Replica] = set()
+        self._episodes: dict[int, _Episode] = {}
+        self._by_key: dict[str, _Episode] = {}
+        self._queues: defaultdict[str, deque[_Waiting]] = defaultdict(deque)
+        """Group -> turns that wait for a replica."""
+        self._renderers: dict[str, asyncio.Task[Renderer]] = {}
+        self._runners: dict[str, asyncio.Future[EpisodeRunner]] = {}
+        self._players: dict[str, _Players] = {}
+        """Name of a group of environments -> its ranks."""
+        self._numbers = itertools.count()
+        self._noted: set[str] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def app(self) -> Starlette:
+        routes: list[Any] = [WebSocketRoute(PATH, self._serve_replica)]
+        for start in ("", "/e/{key}"):
+            for protocol in (CHAT, RESPONSES, MESSAGES):
+                routes.append(
+                    Route(f"{start}/v1{protocol.path}", self._handler(protocol), methods=["POST"])
+                )
+            routes.append(Route(f"{start}/v1/models", self._models))
+            for version in ("", "/v1"):
+                routes.append(
+                    Route(f"{start}{version}/inference/v1/generate", self._generate, methods=["POST"])
+                )
+        return Starlette(routes=routes)
+
+    async def close(self) -> None:
+        for episode in self._episodes.values():
+            if episode.task is not None:
+                episode.task.cancel()
+        for runner in self._runners.values():
+            with contextlib.suppress(UserError, asyncio.CancelledError):
+                await (await runner).close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # Replicas
+
+    async def _serve_replica(self, websocket: WebSocket) -> None:
+        given = websocket.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self._key.encode()):
+            await websocket.close(4401)
+            return
+        await websocket.accept()
+        records = _records(websocket)
+        if (hello := await anext(records, None)) is None:
+            return
+        if hello.plays:
+            await self._serve_player(_Player(websocket, hello), records)
+            return
+        replica = _Replica(websocket, hello)
+        self._replicas.add(replica)
+        try:
+            async for record in records:
+                await self._take(replica, record)
+        finally:
+            await self._lose(replica)
+
+    async def _serve_player(self, player: _Player, records: AsyncIterator[Any]) -> None:
+        players = self._players_of(player.hello.group)
+        players.add(player)
+        try:
+            async for record in records:
+                players.take(player, record)
+        finally:
+            players.remove(player)
+
+    def _players_of(self, group: str) -> _Players:
+        if group not in self._players:
+            self._players[group] = _Players(group, lambda: self._ask(group))
+        return self._players[group]
+
+    async def _take(self, replica: _Replica, record: Any) -> None:
+        if isinstance(record, Sampled):
+            waiting = replica.turns.pop(record.turn, None)
+            if waiting is not None and not waiting.done.done():
+                if record.response is None:
+                    waiting.done.set_exception(RuntimeError(record.error))
+                else:
+                    waiting.done.set_result(record.response)
+        elif isinstance(record, Open):
+            replica.serves = True
+            for request in record.episodes:
+                await self._open(replica, record, request)
+        elif isinstance(record, Close):
+            for episode_id in record.episode_ids:
+                await self._drop_episode(episode_id)
+        elif isinstance(record, Rest):
+            replica.serves = False
+        await self._hand_out(replica.hello.group)
+
+    async def _lose(self, replica: _Replica) -> None:
+        """Let other replicas sample the turns of one that is gone."""
+        self._replicas.discard(replica)
+        queue = self._queues[replica.hello.group]
+        for waiting in sorted(replica.turns.values(), key=lambda one: -one.number):
+            waiting.replica = None
+            queue.appendleft(waiting)
+        replica.turns.clear()
+        for episode in list(self._episodes.values()):
+            if episode.last is replica:
+                episode.last = None
+            if episode.owner is replica:
+                episode.owner, episode.orphaned_s = None, time.monotonic()
+                asyncio.get_running_loop().call_later(REJOIN_S, self._expire, episode)
+        await self._hand_out(replica.hello.group)
+
+    def _expire(self, episode: _Episode) -> None:
+        alone = episode.owner is None and time.monotonic() - episode.orphaned_s >= REJOIN_S - 1
+        if alone and self._episodes.get(episode.request.episode_id) is episode:
+            self._keep(self._drop_episode(episode.request.episode_id))
+
+    async def _hand_out(self, group: str) -> None:
+        """Send waiting turns to replicas with room."""
+        queue = self._queues[group]
+        while queue:
+            replica = self._choose(queue[0], group)
+            if replica is None:
+                return
+            waiting = queue.popleft()
+            waiting.replica, waiting.episode.last = replica, replica
+            replica.turns[waiting.number] = waiting
+            await _send(replica.socket, waiting.sample)
+
+    def _choose(self, waiting: _Waiting, group: str) -> _Replica | None:
+        able = [r for r in self._replicas if r.hello.group == group and r.room > 0]
+        if not able:
+            return None
+        own, idlest = waiting.episode.last, min(able, key=lambda r: (len(r.turns), r.hello.rank))
+        stays = own in able and (len(own.turns) < BUSY or idlest.turns)
+        return own if stays else idlest
+
+    # Episodes
+
+    async def _open(self, replica: _Replica, opened: Open, request: EpisodeRequest) -> None:
+        episode = self._episodes.get(request.episode_id)
+        if episode is None:
+            episode = _Episode(request, opened, replica.hello.group, replica)
+            self._episodes[request.episode_id] = episode
+            episode.task = asyncio.create_task(self._carry_out(episode))
+        episode.owner = replica
+        if episode.outcome is not None:
+            await self._report(episode)
+
+    async def _carry_out(self, episode: _Episode) -> None:
+        """Run an episode until it has an outcome, and report it."""
+        try:
+            outcome = await self._attempts(episode)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            outcome = Ended(episode.request.episode_id, where="harness", failure=text, scored=False)
+        finally:
+            await self._end_session(episode)
+        episode.outcome = outcome
+        await self._report(episode)
+
+    async def _attempts(self, episode: _Episode) -> Ended:
+        opened, episode_id = episode.opened, episode.request.episode_id
+        renderer = await self._renderer(opened.model)
+        try:
+            runner = episode.runner = await self._runner(opened.plan)
+        except UserError as error:
+            return Ended(episode_id, where="harness", failure=str(error), scored=False, fatal=True)
+        for attempt in range(ATTEMPTS):
+            session = episode.session = Session(renderer, opened.max_context)
+            episode.key = f"weft-{secrets.token_urlsafe(24)}"
+            episode.full = False
+            self._by_key[episode.key] = episode
+            base_url = f"{self._address}/e/{episode.key}/v1"
+            result: Mapping[str, Any] = {}
+            failure: EpisodeFailure | None = None
+            try:
+                result = await runner.run(episode.key, episode.request.row, base_url=base_url)
+            except EpisodeFailure as error:
+                # A harness that cannot go on because the context is full has failed by the policy's doing.
+                failure = ContextFull(str(error)) if episode.full and not error.scored else error
+            await self._end_session(episode)
+            if failure is None or failure.scored:
+                return Ended(
+                    episode_id,
+                    tuple(session.rows()),
+                    result,
+                    session.num_turns,
+                    session.retokenised,
+                    where=failure.where if failure else "",
+                    failure=str(failure) if failure else "",
+                )
+            if attempt == ATTEMPTS - 1 or not failure.retried:
+                return Ended(episode_id, where=failure.where, failure=str(failure), scored=False)
+        raise AssertionError("the last attempt returns")
+
+    async def _end_session(self, episode: _Episode) -> None:
+        """Refuse further requests of an attempt, and abort its turns."""
+        self._by_key.pop(episode.key, None)
+        for waiting in list(episode.waiting.values()):
+            await self._abort(waiting)
+
+    async def _report(self, episode: _Episode) -> None:
+        owner, outcome = episode.owner, episode.outcome
+        # If the owner is gone, the next one gets it.
+        if owner is not None and outcome is not None and await _send(owner.socket, outcome):
+            self._episodes.pop(episode.request.episode_id, None)
+
+    async def _drop_episode(self, episode_id: int) -> None:
+        episode = self._episodes.pop(episode_id, None)
+        if episode is not None and episode.task is not None:
+            episode.task.cancel()
+            await self._end_session(episode)
+
+    async def _renderer(self, model: str) -> Renderer:
+        if model not in self._renderers:
+            self._renderers[model] = asyncio.create_task(asyncio.to_thread(self._load, model))
+        return await self._renderers[model]
+
+    async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | _Players:
+        """Return what runs the episodes of a harness. Raises a UserError if it cannot be loaded."""
+        if "env" in plan.program:
+            return self._players_of(plan.program["env"])
+        key = json.dumps(asdict(plan), sort_keys=True)
+        if key not in self._runners:
+            log = self._logs / f"harness_{len(self._runners)}.log"
+            self._runners[key] = asyncio.ensure_future(self._start(plan, self._scratch, log))
+        return await self._runners[key]
+
+    # Turns
+
+    async def _sample(self, episode: _Episode, turn: Turn) -> Response:
+        """Sample a turn, or wait for it if it is being sampled already."""
+        if turn.response is not None:
+            return turn.response
+        if turn not in episode.waiting:
+            assert episode.session is not None
+            ids = turn.prompt_ids()
+            sampling = _sampling_of(turn, episode.opened.sampling, episode.session)
+            seed = _seed(episode.request.seed, ids, turn.number)
+            number = next(self._numbers)
+            sample = Sample(number, ids, seed, sampling, turn.stop_token_ids)
+            done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+            episode.waiting[turn] = _Waiting(number, episode, turn, sample, done)
+            self._queues[episode.group].append(episode.waiting[turn])
+            await self._hand_out(episode.group)
+        waiting = episode.waiting[turn]
+        response = await asyncio.shield(waiting.done)
+        if episode.waiting.pop(turn, None) is not None:
+            session = episode.session
+            assert session is not None
+            if turn.request is None:
+                session.end_tokens(turn, response)
+            else:
+                session.end(turn, response)
+        return response
+
+    async def _abort(self, waiting: _Waiting) -> None:
+        episode, replica = waiting.episode, waiting.replica
+        episode.waiting.pop(waiting.turn, None)
+        if episode.session is not None:
+            episode.session.drop(waiting.turn)
+        waiting.done.cancel()
+        if replica is None:
+            with contextlib.suppress(ValueError):
+                self._queues[episode.group].remove(waiting)
+        elif replica.turns.pop(waiting.number, None) is not None:
+            await _send(replica.socket, Abort(waiting.number))
+
+    async def _abandon(self, episode: _Episode, turns: Iterable[Turn]) -> None:
+        """Abort turns whose client has hung up, unless it asks for them again."""
+        for turn in turns:
+            turn.abandoned = True
+        await asyncio.sleep(ABANDONED_S)
+        for turn in turns:
+            if turn.abandoned and turn in episode.waiting:
+                await self._abort(episode.waiting[turn])
+
+    # Requests of harnesses
+
+    def _handler(self, protocol: HttpProtocol) -> Any:
+        async def handle(request: Request) -> Reply:
+            try:
+                return await self._converse(request, protocol)
+            except RequestError as error:
+                return JSONResponse(protocol.error(error.status, error.kind, str(error)), error.status)
+
+        return handle
+
+    async def _converse(self, request: Request, protocol: HttpProtocol) -> Reply:
+        episode = self._episode_of(request)
+        asked = protocol.read(await _body(request))
+        # Structured output would mask tokens, and thus change the distribution.
+        masks = ("response_format",) if asked.response_format is not None else ()
+        self._note_overridden((*asked.overridden, *masks))
+        turns = await self._turns(episode, request, lambda s, retry: s.begin(asked, retry=retry))
+        if turns is None:
+            return Reply(status_code=CLIENT_GONE)
+        session, renderer = episode.session, await self._renderer(episode.opened.model)
+        assert session is not None
+        completions = [_completion(turn, renderer) for turn in turns]
+        known: dict[str, Any] = {
+            "id": f"weft-{secrets.token_hex(12)}",
+            "model": asked.model or "policy",
+            "prompt_tokens": len(turns[0].prompt_ids()),
+            "created": int(time.time()),
+        }
+        if asked.stream:
+            events = protocol.events(asked, completions, **known)
+            return StreamingResponse(iter(events), media_type="text/event-stream")
+        return JSONResponse(protocol.write(asked, completions, **known))
+
+    async def _turns(
+        self, episode: _Episode, request: Request, begin: Callable[[Session, bool], list[Turn]]
+    ) -> list[Turn] | None:
+        """Return the sampled turns of a request; None if its client has hung up. `begin` adds them to
+        a session; it is told whether the client repeats a request."""
+        session = episode.session
+        assert session is not None
+        retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        try:
+            turns = begin(session, retry)
+        except ContextFull as error:
+            episode.full = True
+            raise RequestError(400, "context_length_exceeded", str(error)) from None
+        except UserError as error:  # the chat template refuses the conversation
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        sampling = asyncio.gather(*(self._sample(episode, turn) for turn in turns))
+        gone = asyncio.ensure_future(_hangs_up(request))
+        try:
+            with self._sampling(episode):
+                first = asyncio.FIRST_COMPLETED
+                await asyncio.wait([sampling, gone], timeout=SAMPLE_S, return_when=first)
+            if not sampling.done():
+                if gone.done():
+                    self._keep(self._abandon(episode, turns))
+                    return None
+                who = [one.replica for turn in turns if (one := episode.waiting.get(turn))]
+                names = {_name(r.hello) if r else "a free replica" for r in who}
+                self._keep(self._abandon(episode, turns))
+                raise RequestError(
+                    504,
+                    "turn_timed_out",
+                    f"no reply within {SAMPLE_S:g} s; waiting for {', '.join(sorted(names))}",
+                )
+            sampling.result()
+        except asyncio.CancelledError:
+            raise RequestError(410, "episode_ended", "the episode has ended") from None
+        except RuntimeError as error:
+            raise RequestError(400, "refused", f"the engine refuses the request: {error}") from None
+        finally:
+            gone.cancel()
+            if not sampling.done():
+                sampling.add_done_callback(lambda one: one.cancelled() or one.exception())
+        return turns
+
+    def _sampling(self, episode: _Episode) -> contextlib.AbstractContextManager[None]:
+        """Stop the harness's clock in the block."""
+        runner = episode.runner
+        return contextlib.nullcontext() if runner is None else runner.sampling(episode.key)
+
+    async def _generate(self, request: Request) -> Reply:
+        """vLLM's token route."""
+        try:
+            episode, body = self._episode_of(request), Fields(await _body(request))
+            ids = _token_ids(body.require("token_ids", list), "token_ids")
+            if not ids:
+                raise body.wrong("token_ids", "are empty; send at least one")
+            given = body.inner("sampling_params")
+            stops = _token_ids(given.get("stop_token_ids", list) or [], "stop_token_ids")
+            self._note_overridden({*given.overridden()} - {"stop_token_ids"})
+            n, most = given.count("n") or 1, given.count("max_tokens")
+
+            def begin(session: Session, retry: bool) -> list[Turn]:
+                return session.begin_tokens(
+                    ids, n=n, max_tokens=most, stop_token_ids=tuple(stops), retry=retry
+                )
+
+            turns = await self._turns(episode, request, begin)
+        except RequestError as error:
+            body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+            return JSONResponse(body, error.status)
+        if turns is None:
+            return Reply(status_code=CLIENT_GONE)
+        choices: list[dict[str, Any]] = []
+        for index, turn in enumerate(turns):
+            response = turn.response
+            assert response is not None
+            pairs = zip(response.token_ids.tolist(), response.logprobs.tolist(), strict=True)
+            content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+            choices.append(
+                {
+                    "index": index,
+                    "token_ids": response.token_ids.tolist(),
+                    "finish_reason": response.finish_reason,
+                    "logprobs": {"content": content},
+                }
+            )
+        return JSONResponse({"request_id": f"weft-{secrets.token_hex(12)}", "choices": choices})
+
+    async def _models(self, request: Request) -> Reply:
+        try:
+            episode = self._episode_of(request)
+        except RequestError as error:
+            return JSONResponse({"error": {"message": str(error)}}, error.status)
+        card = {
+            "id": "policy",
+            "object": "model",
+            "created": 0,
+            "owned_by": "weft",
+            "max_model_len": episode.opened.max_context,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+    def _episode_of(self, request: Request) -> _Episode:
+        headers = request.headers
+        given = (
+            request.path_params.get("key", ""),
+            headers.get("x-session-id", ""),
+            headers.get("authorization", "").removeprefix("Bearer "),
+            headers.get("x-api-key", ""),
+        )
+        for key in given:
+            if key in self._by_key:
+                return self._by_key[key]
+        raise RequestError(
+            401,
+            "authentication_error",
+            "no episode has this key; use the base_url or api_key that the harness was given",
+        )
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work in the background. The loop itself keeps only weak references to tasks."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _note_overridden(self, names: Iterable[str]) -> None:
+        for name in sorted({*names} - self._noted):
+            self._noted.add(name)
+            self._note(f"a harness sets {name}, which the run's Sampling decides instead")
+
+
+async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner:
+    runner = EpisodeRunner(plan, scratch, log)
+    await runner.start()
+    return runner
+
+
+async def _send(websocket: WebSocket, record: Record) -> bool:
+    """Send a record. Return False if the other side is gone, as its reader will notice too."""
+    try:
+        await websocket.send_bytes(to_bytes(record))
+    except (RuntimeError, WebSocketDisconnect):
+        return False
+    return True
+
+
+async def _records(websocket: WebSocket) -> AsyncIterator[Any]:
+    """Yield the records of a rank until it is gone."""
+    while True:
+        try:
+            content = await websocket.receive_bytes()
+        except (RuntimeError, WebSocketDisconnect):  # the former if a record could not be sent
+            return
+        yield to_record(content)
+
+
+def _name(hello: Hello) -> str:
+    return f"{hello.group}[{hello.rank}]"
+
+
+def _completion(turn: Turn, renderer: Renderer) -> Completion:
+    response, message = turn.response, turn.message
+    assert response is not None and message is not None
+    ids = response.token_ids.tolist()
+    texts = renderer.token_texts(ids) if turn.request and turn.request.logprobs else []
+    return Completion(message, ids, response.logprobs.tolist(), texts, response.finish_reason)
+
+
+def _sampling_of(turn: Turn, sampling: Sampling, session: Session) -> Sampling:
+    """Return the trainer's sampling with the limits that a client may set."""
+    stop = sampling.stop
+    if stop is not None and turn.request is not None:
+        stop = (*stop, *(text for text in turn.request.stop if text not in stop))
+    return sampling.model_copy(
+        update={"stop": stop, "max_tokens": session.room(turn, sampling.max_tokens)}
+    )
+
+
+def _seed(seed: int | None, prompt_ids: Any, number: int) -> int | None:
+    """Return the seed of a turn. It does not depend on the order of requests."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8)
+    digest.update(repr((seed, number)).encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _token_ids(values: list[Any], place: str) -> list[int]:
+    for number, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            said = f"{place}[{number}]: {value!r} is not a token id"
+            raise RequestError(400, "invalid_request_error", said)
+    return values
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.body())
+    except ValueError as error:
+        raise RequestError(400, "invalid_request_error", f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError(400, "invalid_request_error", "the body must be a JSON object")
+    return body
+
+
+async def _hangs_up(request: Request) -> None:
+    """Return when the client of a request has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# The process
+
+
+async def _serve(settings: Mapping[str, Any]) -> None:
+    import uvicorn
+
+    def note(text: str) -> None:
+        print(json.dumps({"note": text}), flush=True)
+
+    def ask(group: str) -> None:
+        print(json.dumps({"ask": group}), flush=True)
+
+    gateway = Gateway(settings["key"], settings["address"], Path(settings["logs"]), note, ask)
+    app = gateway.app()
+    servers: list[tuple[uvicorn.Server, socket.socket]] = []
+    for descriptor in settings["descriptors"]:
+        listening = socket.socket(fileno=descriptor)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="websockets-sansio",
+            ws_max_size=MOST_BYTES,
+            ws_per_message_deflate=False,
+            timeout_graceful_shutdown=1,
+        )
+        if servers:  # the second one is for ranks on other nodes
+            with tempfile.NamedTemporaryFile("w") as file:  # readable by this user only
+                file.write(settings["certificate"] + settings["private_key"])
+                file.flush()
+                config.ssl_certfile = file.name
+                config.load()
+        servers.append((uvicorn.Server(config), listening))
+    # The driver holds the other end of standard input. It closes when the driver ends.
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+
+    async def until_driver_ends() -> None:
+        while await reader.read(1 << 16):
+            pass
+        for server, _ in servers:
+            server.should_exit = True
+
+    watch = asyncio.create_task(until_driver_ends())
+    print(json.dumps({"ready": os.getpid()}), flush=True)
+    try:
+        await asyncio.gather(*(server.serve(sockets=[listening]) for server, listening in servers))
+    finally:
+        watch.cancel()
+        await gateway.close()
+
+
+def main() -> None:
+    asyncio.run(_serve(json.loads(sys.stdin.readline())))
+
+
+if __name__ == "__main__":
+    main()
