@@ -9,8 +9,10 @@ for one operation at a time. After the warm start it rarely does: most demonstra
 
 import json
 import random
+from functools import partial
 from typing import Any
 
+import arithmetic
 import httpx
 import pyarrow as pa
 import tiny_agents
@@ -56,9 +58,11 @@ def calculate(expression: str) -> str:
             return "error: give one operation, such as 3 + 4"
 
 
-async def solve(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
+async def solve(
+    row: dict[str, Any], *, base_url: str, api_key: str, small: bool = False
+) -> float:
     """Ask the model, run the tool calls of its reply, and ask again. The reward is 1 for the right
-    answer."""
+    answer. A small run, whose model is barely trained, counts the right characters instead."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
     headers = {"Authorization": f"Bearer {api_key}"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=600) as client:
@@ -68,7 +72,8 @@ async def solve(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
             message = reply.raise_for_status().json()["choices"][0]["message"]
             messages.append(message)
             if not message.get("tool_calls"):
-                return float(message["content"] == f"It is {row['result']}.")
+                right, said = f"It is {row['result']}.", message["content"] or ""
+                return arithmetic.right_digits(said, right) if small else float(said == right)
             for call in message["tool_calls"]:
                 try:
                     result = calculate(json.loads(call["function"]["arguments"])["expression"])
@@ -137,11 +142,12 @@ def main(settings: tiny_agents.Settings) -> None:
     rollout.follows(actor)
 
     # Graph and run
+    harness = partial(solve, small=True) if settings.small else solve
     sampling = weft.Sampling(max_tokens=64)
     train = weft.TableSource("questions", pa.Table.from_pylist(rows[:QUESTIONS]))
     held_out = weft.TableSource("held_out", pa.Table.from_pylist(rows[QUESTIONS : QUESTIONS + HELD_OUT]))
-    training = grpo(train, rollout=rollout, harness=solve, actor=actor, n=8, sampling=sampling)
-    accuracy = evaluate(held_out, rollout=rollout, harness=solve, sampling=sampling.greedy, solved=1.0)
+    training = grpo(train, rollout=rollout, harness=harness, actor=actor, n=8, sampling=sampling)
+    accuracy = evaluate(held_out, rollout=rollout, harness=harness, sampling=sampling.greedy, solved=1.0)
     tiny_agents.learn(settings, training, accuracy, actor=actor, title="Calculator agent")
 
 
