@@ -58,9 +58,7 @@ def calculate(expression: str) -> str:
             return "error: give one operation, such as 3 + 4"
 
 
-async def solve(
-    row: dict[str, Any], *, base_url: str, api_key: str, small: bool = False
-) -> float:
+async def solve(row: dict[str, Any], *, base_url: str, api_key: str, small: bool = False) -> float:
     """Ask the model, run the tool calls of its reply, and ask again. The reward is 1 for the right
     answer. A small run, whose model is barely trained, counts the right characters instead."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]

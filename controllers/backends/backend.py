@@ -170,8 +170,9 @@ class Backend(Protocol):
         ...
 
     @property
-    def own_address(self) -> str:
-        """Address of the driver's node for processes on other nodes; empty without other nodes."""
+    def own_address(self) -> str | None:
+        """Address of the driver's node for processes on other nodes; empty without other nodes, None
+        without workers."""
         return ""
 
     @property

@@ -201,10 +201,13 @@ def _setup(spec: RunSpec, directory: RunDirectory, files: Files, progress: Progr
 
 def _gateway(spec: RunSpec, directory: RunDirectory) -> GatewayProcess | None:
     """Start the gateway of the run's agents, if it has any."""
+    address = spec.backend.own_address
+    if address is None:
+        return None
     nodes = [node for graph in spec.graphs.values() for node in graph.nodes]
     for name, handle in spec.handles.items():
         if handle.worker_class.needs_gateway([node for node in nodes if node.group == name]):
-            return GatewayProcess(directory.path, spec.backend.own_address)
+            return GatewayProcess(directory.path, address)
     return None
 
 

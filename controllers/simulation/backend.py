@@ -86,6 +86,10 @@ class Simulated(Backend):
         self._order = itertools.count()
         self._offset = 0
 
+    @property
+    def own_address(self) -> None:
+        return None
+
     def __repr__(self) -> str:
         return "Simulated()"
 
