@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+from gpu_tables import Shape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen3Config
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -33,45 +36,9 @@ from weft.workers.training.packed_attention import VARLEN
 from weft.workers.training.sharding import local_part
 from weft.workers.worker import Context
 
-QWEN: dict[str, Any] = {"vocab_size": 151936, "max_position_embeddings": 32768}
-SIZES: dict[str, Callable[[], Any]] = {
-    "tiny": lambda: Qwen2Config(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "Qwen2.5-1.5B": lambda: Qwen2Config(
-        **QWEN,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "Qwen2.5-7B": lambda: Qwen2Config(
-        **{**QWEN, "vocab_size": 152064},
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
-    "Qwen3-8B": lambda: Qwen3Config(
-        **QWEN,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
+SIZES = {
+    "tiny": Shape("Qwen2", 128, 256, 4, 4, 2, 1024, tied=True),
+    "Qwen3-8B": Shape("Qwen3", 4096, 12288, 36, 32, 8, 151936),
 }
 COUNTERS = ("shim_syncs", "shim_d2h", "shim_h2d")
 
@@ -103,9 +70,8 @@ def join(ranks: int) -> Any:
 
 def make_engine(model: str, ranks: int, settings: dict[str, Any]) -> fsdp.FsdpEngine:
     """Make an engine whose checks do not read numbers, because the fake GPU has none."""
-    folder, made = Path(tempfile.mkdtemp()), SIZES[model]()
-    made.architectures = [type(made).__name__.replace("Config", "ForCausalLM")]
-    made.save_pretrained(folder)
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(SIZES[model].settings()))
     found: Any = fsdp
     found.find_agreement = lambda *_, **__: Agreement(True, True, VARLEN, HeadForm(), ())
     found.open_stored = lambda *_, **__: NoWeights()
