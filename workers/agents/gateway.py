@@ -351,16 +351,21 @@ class Gateway:
                 await self._drop_episode(episode_id)
         elif isinstance(record, Rest):
             replica.serves = False
+            self._take_back(replica)
         await self._hand_out(replica.hello.group)
 
-    async def _lose(self, replica: _Replica) -> None:
-        """Let other replicas sample the turns of one that is gone."""
-        self._replicas.discard(replica)
+    def _take_back(self, replica: _Replica) -> None:
+        """Let the turns of a replica wait for another one, before all others."""
         queue = self._queues[replica.hello.group]
         for waiting in sorted(replica.turns.values(), key=lambda one: -one.number):
             waiting.replica = None
             queue.appendleft(waiting)
         replica.turns.clear()
+
+    async def _lose(self, replica: _Replica) -> None:
+        """Let other replicas sample the turns of one that is gone."""
+        self._replicas.discard(replica)
+        self._take_back(replica)
         for episode in list(self._episodes.values()):
             if episode.last is replica:
                 episode.last = None

@@ -87,6 +87,9 @@ class EpisodeServer:
             if self._link is not None and given_up:
                 self._link.send(Close(tuple(given_up)))
             if self._link is not None and not self._opened:
+                # The gateway gives the turns of other ranks' sessions to a rank that still serves.
+                self._requests.abort([*self._turns])
+                self._turns.clear()
                 self._link.send(Rest())
         except GatewayLost:
             self._forget_link()
@@ -119,6 +122,8 @@ class EpisodeServer:
 
     def _handle(self, record: Any, link: Link) -> None:
         if isinstance(record, Sample):
+            if not self._opened:  # sent before the gateway knew that this rank rests
+                return
             request = GenerationRequest(
                 record.turn, record.prompt_ids, record.seed, stop_token_ids=record.stop_token_ids
             )

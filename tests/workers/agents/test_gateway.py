@@ -171,6 +171,8 @@ class Rank:
             for ended in self.server.take_ended([*self._open]):
                 self.ended[ended.episode_id] = ended
                 self._open.discard(ended.episode_id)
+                if not self._open:
+                    self.server.close(())  # as at the end of a call
             time.sleep(0.001)
 
 
@@ -394,6 +396,33 @@ def test_many_episodes_on_two_replicas_end_once_each(tmp_path: Path):
                     assert (ended.result["reward"], ended.turns) == (episode, 1 + episode % 3)
                     assert ended.retokenised == 0
             assert all(rank.engine.requests for rank in ranks)
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_rests_gives_back_the_turns_of_other_ranks(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        if row["id"] == 2:
+            await asyncio.sleep(DEADLINE_S)
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": f"n{row['id']}"}])
+        return 1.0
+
+    async def main() -> None:
+        served = Served(tmp_path)
+        served.function = harness
+        async with served.listening():
+            first = served.rank(lambda prompt: "x", 0, capacity=1)
+            second = served.rank(lambda prompt: "x " * 100, 1)
+            first.paused.set()
+            first.open(1, 3)
+            second.open(2)
+            # The first rank has room for one turn, so the other one waits at the second rank.
+            while not second.engine.requests:
+                await asyncio.sleep(0.001)
+            second.give_up(2)
+            first.paused.clear()
+            assert (await first.outcome(1)).turns == (await first.outcome(3)).turns == 1
 
     asyncio.run(main())
 
