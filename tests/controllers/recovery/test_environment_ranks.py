@@ -60,7 +60,7 @@ def test_a_rank_with_environments_is_replaced(tmp_path: Path, how: str, monkeypa
     tiny.make_model(tmp_path / "model", ["board 1", "on"], chat_template=template)
     make = partial(Walk, how=how, folder=tmp_path)
     rollout = group(RolloutWorker, model=tmp_path / "model", engine="transformers", max_context=128)
-    env = group(EnvWorker, name="env", make=make, num_envs=2, deadline_s=2.0)
+    env = group(EnvWorker, name="env", make=make, num_envs=2, deadline_s=10.0)
     boards = TableSource("boards", pa.table({"board": [1, 2, 3, 4]}))
     with Driver(
         play(boards, rollout=rollout, env=env, actor=group(ToyActor, name="actor")),
