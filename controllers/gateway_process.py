@@ -8,7 +8,6 @@ import queue
 import secrets
 import socket
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ START_S = 120.0
 CLOSE_S = 10.0
 """[s] Longest wait for the process to end."""
 MOST_STARTS = 20
-"""A gateway that has died this often stays down."""
+"""A gateway that has died this often stays down, and one that cannot start."""
 
 
 class GatewayProcess:
@@ -128,23 +127,30 @@ class GatewayProcess:
 
     def _watch(self) -> None:
         for _ in range(MOST_STARTS):
-            for line in self._child.stdout:
-                with suppress(ValueError):
-                    said = json.loads(line)
-                    for name, told in (("note", self._notes), ("ask", self._asked)):
-                        if name in said:
-                            told.put(said[name])
-            if self._closed:
-                return
+            self._listen(self._child)
             self._child.wait(None)
             ended = self._child.kill()  # closes its pipes
+            if self._closed:
+                return
             self._notes.put(f"the gateway of the run's agents ended ({ended}); it starts again")
             try:
                 self._child = self._start()
             except (OSError, RunError) as error:
                 self._notes.put(str(error))
-                time.sleep(1.0)
-        self._notes.put(f"the gateway of the run's agents ended {MOST_STARTS} times; it stays down")
+                break
+            if self._closed:  # meanwhile, so that `close` has ended the one before
+                self._child.kill()
+                return
+        self._notes.put("the gateway of the run's agents stays down; the run ends when a rank needs it")
+
+    def _listen(self, child: ChildProcess) -> None:
+        """Take the lines of the process until it ends."""
+        for line in child.stdout:
+            with suppress(ValueError):
+                said = json.loads(line)
+                for name, told in (("note", self._notes), ("ask", self._asked)):
+                    if name in said:
+                        told.put(said[name])
 
 
 def _taken(told: queue.SimpleQueue[str]) -> list[str]:

@@ -430,6 +430,8 @@ class RolloutWorker(Worker):
         sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
+        if not 1 <= n <= MAX_CHILDREN:
+            raise UserError(f"n={n}: a prompt has at most {MAX_CHILDREN} episodes")
         most_rows = MAX_CHILDREN // n
         requests: list[EpisodeRequest] = []
         pending: dict[int, tuple[int, int]] = {}
@@ -479,9 +481,10 @@ class RolloutWorker(Worker):
                     sent = yield children, metrics_of(ended)
                 lost = set(np.flatnonzero(np.isin(sample_ids, list(sent))).tolist()) if sent else ()
                 given_up = [id for id, (row, _) in pending.items() if row in lost]
-                for id in given_up:
-                    del pending[id]
-                server.close(given_up)
+                if given_up:
+                    for id in given_up:
+                        del pending[id]
+                    server.close(given_up)
         finally:
             self._generating -= 1
             server.close([*pending])

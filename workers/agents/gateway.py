@@ -50,6 +50,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ...algorithms.sampling import Sampling
+from ...dataflow.column import TURN_REWARDS
 from ...dataflow.errors import RequestError, UserError
 from ..generation.engine import Response
 from .chat_protocol import CHAT
@@ -57,6 +58,7 @@ from .failures import (
     ContextFull,
     EpisodeFailure,
     HarnessDied,
+    InvalidResult,
     SetupTimedOut,
 )
 from .harness import HarnessPlan
@@ -232,8 +234,8 @@ class _Episode:
     """Whether a request had no room for a response."""
     task: asyncio.Task[None] | None = None
     outcome: Ended | None = None
-    orphaned_s: float = 0.0
-    """Time since which it has no owner."""
+    lost: int = 0
+    """Number of owners that have died."""
 
 
 class Gateway:
@@ -370,12 +372,13 @@ class Gateway:
             if episode.last is replica:
                 episode.last = None
             if episode.owner is replica:
-                episode.owner, episode.orphaned_s = None, time.monotonic()
-                asyncio.get_running_loop().call_later(REJOIN_S, self._expire, episode)
+                episode.owner, episode.lost = None, episode.lost + 1
+                asyncio.get_running_loop().call_later(REJOIN_S, self._expire, episode, episode.lost)
         await self._hand_out(replica.hello.group)
 
-    def _expire(self, episode: _Episode) -> None:
-        alone = episode.owner is None and time.monotonic() - episode.orphaned_s >= REJOIN_S - 1
+    def _expire(self, episode: _Episode, lost: int) -> None:
+        """Drop an episode that no rank has joined since it lost this owner."""
+        alone = episode.owner is None and episode.lost == lost
         if alone and self._episodes.get(episode.request.episode_id) is episode:
             self._keep(self._drop_episode(episode.request.episode_id))
 
@@ -442,6 +445,7 @@ class Gateway:
             failure: EpisodeFailure | None = None
             try:
                 result = await runner.run(episode.key, episode.request.row, base_url=base_url)
+                _check_turn_rewards(result, session)
             except EpisodeFailure as error:
                 # A harness that cannot go on because the context is full has failed by the policy's doing.
                 failure = ContextFull(str(error)) if episode.full and not error.scored else error
@@ -511,7 +515,12 @@ class Gateway:
             self._queues[episode.group].append(episode.waiting[turn])
             await self._hand_out(episode.group)
         waiting = episode.waiting[turn]
-        response = await asyncio.shield(waiting.done)
+        try:
+            response = await asyncio.shield(waiting.done)
+        except RuntimeError:  # the engine refuses the turn
+            if episode.waiting.pop(turn, None) is not None and episode.session is not None:
+                episode.session.drop(turn)
+            raise
         if episode.waiting.pop(turn, None) is not None:
             session = episode.session
             assert session is not None
@@ -568,7 +577,7 @@ class Gateway:
         known: dict[str, Any] = {
             "id": f"weft-{secrets.token_hex(12)}",
             "model": asked.model or "policy",
-            "prompt_tokens": len(turns[0].prompt_ids()),
+            "prompt_tokens": turns[0].length,
             "created": int(time.time()),
         }
         if asked.stream:
@@ -730,6 +739,17 @@ async def _records(websocket: WebSocket) -> AsyncIterator[Any]:
         except (RuntimeError, WebSocketDisconnect):  # the former if a record could not be sent
             return
         yield to_record(content)
+
+
+def _check_turn_rewards(result: Mapping[str, Any], session: Session) -> None:
+    """Raise an InvalidResult if a harness does not give one reward for each sampled turn."""
+    rewards = result.get(str(TURN_REWARDS))
+    turns = sum(len(row.turn_ends) for row in session.rows())
+    if rewards is not None and (not isinstance(rewards, list) or len(rewards) != turns):
+        shown = len(rewards) if isinstance(rewards, list) else repr(rewards)
+        raise InvalidResult(
+            f"turn_rewards must have a number for each of the {turns} sampled turns, not {shown}"
+        )
 
 
 def _name(hello: Hello) -> str:

@@ -44,23 +44,21 @@ class Message:
     name: str = ""
     tool_call_id: str = field(default="", compare=False)
 
-    def same_as(self, other: Message) -> bool:
-        """Return whether a harness may have sent back `other` as this message.
+    @property
+    def identity(self) -> str:
+        """A text that is equal for messages that count as the same.
 
-        Ids and reasoning do not count, and arguments are compared as JSON objects. White space
-        around an assistant's content and an assistant's name do not count either.
+        Ids and reasoning do not count, because clients replace or drop them. Nor do white space around
+        an assistant's content, and an assistant's name. Arguments are compared as JSON values.
 
         >>> sampled = Message("assistant", "Let me see.\\n", (ToolCall("ls", {"path": "."}, "a1"),), reasoning="Hm.")
-        >>> sampled.same_as(Message("assistant", "Let me see.", (ToolCall("ls", {"path": "."}, "b2"),)))
+        >>> sampled.identity == Message("assistant", "Let me see.", (ToolCall("ls", {"path": "."}, "b2"),)).identity
         True
         """
-        return self._compared == other._compared
-
-    @property
-    def _compared(self) -> tuple[Any, ...]:
         if self.role == "assistant":
-            return self.role, self.content.strip(), self.tool_calls
-        return self.role, self.content, self.name
+            calls = [[call.name, _json_value(call.arguments)] for call in self.tool_calls]
+            return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
+        return json.dumps([self.role, self.content, self.name])
 
     def as_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it, with arguments as objects."""
@@ -130,3 +128,12 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     stop_string: str = ""
     """The stop string that ended the turn, if any."""
+
+
+def _json_value(value: Any) -> Any:
+    """Return arguments with one form for equal numbers. Clients may send 1 for 1.0."""
+    if isinstance(value, Mapping):
+        return {name: _json_value(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -17,6 +17,7 @@ from ...dataflow.column import (
     EPISODE_ROWS,
     EPISODE_TOKENS,
     FINISH_REASON,
+    IDENTITY,
     PARENT_ID,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -248,11 +249,12 @@ def opened(
 
 
 def json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a prompt that a harness can read: all but token ids and images."""
+    """Return the columns of a prompt that a harness can read: all but token ids, images and the
+    identity of the row, which another run of the same prompt would not repeat."""
     return {name: value for name, value in row.items() if name not in _UNSEEN and _is_json(value)}
 
 
-_UNSEEN = frozenset(map(str, (PROMPT_IDS, RESPONSE_IDS, PARENT_ID)))
+_UNSEEN = frozenset(map(str, (PROMPT_IDS, RESPONSE_IDS, *IDENTITY)))
 
 
 def _is_json(value: Any) -> bool:

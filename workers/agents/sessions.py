@@ -49,6 +49,8 @@ class Turn:
     """The client's stop tokens, besides the model's."""
     number: int = 0
     """Number of earlier turns with the same prompt tokens, for seeds."""
+    length: int = 0
+    """[tokens] Length of the prompt; `Session` sets it."""
     message: Message | None = None
     response: Response | None = None
     children: list[Turn] = field(default_factory=list)
@@ -135,7 +137,7 @@ class Session:
         keys = _keys(conversation)
         options = (request.n, request.max_tokens, request.stop)
         same = _digest(keys[-1], repr(options))
-        if repeated := self._repeated(same, retry):
+        if repeated := self._repeated(same, request.n, retry):
             return repeated
         parent, given = self._continued(conversation, keys)
         turn = Turn(parent, _ids(given), keys[-1], request, same, request.max_tokens)
@@ -146,7 +148,7 @@ class Session:
         assert turn.request is not None
         conversation = turn.request.conversation
         turn.message = self._renderer.parse(response.token_ids.tolist(), conversation)
-        identity = _identity(turn.message)
+        identity = turn.message.identity
         self._sampled.add(identity)
         turn.key = _digest(turn.key, identity)
         self._by_key.setdefault(turn.key, []).append(turn)
@@ -172,7 +174,7 @@ class Session:
                 parent, known = None, 0
         if given is None:
             given = self._renderer.render(conversation)
-        if any(m.role == "assistant" and _identity(m) in self._sampled for m in messages[known:]):
+        if any(m.role == "assistant" and m.identity in self._sampled for m in messages[known:]):
             self.retokenised += 1
         return parent, given
 
@@ -190,7 +192,7 @@ class Session:
         """Like `begin`, for a client that sends token ids itself."""
         ids = _ids(token_ids)
         same = _digest(b"", ids.tobytes(), repr((n, max_tokens, stop_token_ids)))
-        if repeated := self._repeated(same, retry):
+        if repeated := self._repeated(same, n, retry):
             return repeated
         parent, start = None, 0
         for length, found in sorted(self._by_ids.items(), reverse=True):
@@ -224,27 +226,32 @@ class Session:
     def room(self, turn: Turn, max_tokens: int) -> int:
         """Return how many tokens a turn may sample: at most `max_tokens`, and as many as fit."""
         asked = turn.max_tokens or max_tokens
-        return min(max_tokens, asked, self._max_context - len(turn.prompt_ids()))
+        return min(max_tokens, asked, self._max_context - turn.length)
 
     def _add(self, turn: Turn, n: int) -> list[Turn]:
         """Add n equal turns. Raises ContextFull."""
-        length, parent = len(turn.prompt_ids()), turn.parent
+        length, parent = len(turn.given), turn.parent
+        if parent is not None and parent.response is not None:
+            length += parent.length + len(parent.response.token_ids)
         if length >= self._max_context:
             raise ContextFull(
                 f"the conversation has {length} tokens, and the context of the model has {self._max_context}: "
                 "there is no room for a response"
             )
         number = sum(t.parent is parent and np.array_equal(t.given, turn.given) for t in self._turns)
-        turns = [replace(turn, number=number + choice, children=[]) for choice in range(n)]
+        turns = [
+            replace(turn, number=number + choice, length=length, children=[]) for choice in range(n)
+        ]
         self._turns += turns
         if parent is not None:
             parent.children += turns
         return turns
 
-    def _repeated(self, same: bytes, retry: bool) -> list[Turn]:
-        turns = [turn for turn in self._turns if turn.same == same]
-        if not retry:
-            turns = [turn for turn in turns if turn.abandoned]
+    def _repeated(self, same: bytes, n: int, retry: bool) -> list[Turn]:
+        """Return the turns of an equal request whose client has hung up; with `retry`, or those of the
+        last equal request. Empty if there is none."""
+        equal = [turn for turn in self._turns if turn.same == same]
+        turns = [turn for turn in equal if turn.abandoned][:n] or (equal[-n:] if retry else [])
         for turn in turns:
             turn.abandoned = False
         return turns
@@ -312,16 +319,8 @@ def _keys(conversation: Conversation) -> list[bytes]:
     settings = _canonical([conversation.tools, conversation.template_arguments])
     keys = [_digest(b"", settings)]
     for message in conversation.messages:
-        keys.append(_digest(keys[-1], _identity(message)))
+        keys.append(_digest(keys[-1], message.identity))
     return keys
-
-
-def _identity(message: Message) -> str:
-    """Return a text that is equal for messages that count as the same. Ids of tool calls do not
-    count, because clients replace them. Nor does the reasoning, which clients drop or return."""
-    content = message.content.strip() if message.role == "assistant" else message.content
-    calls = [[call.name, call.arguments] for call in message.tool_calls]
-    return _canonical([message.role, content, message.name, calls])
 
 
 def _canonical(value: Any) -> str:

@@ -18,7 +18,7 @@ from weft.workers.environment import EnvConfig, EnvWorker
 from weft.workers.rendezvous import GatewayAddress
 from weft.workers.worker import Context
 
-from .test_gateway import DEADLINE_S, Served
+from .served import DEADLINE_S, Served
 
 PLAN = Interact(env="env").plan()
 

@@ -145,11 +145,10 @@ def test_messages_match_without_ids_of_calls_and_with_arguments_as_objects():
     turn.message = sampled
     # What a client returns: another id, another order of keys, white space.
     echoed = Message("assistant", " ", (ToolCall("f", {"y": [2], "x": 1}, "call_9"),), reasoning="hm")
-    from weft.workers.agents import sessions
 
-    assert sessions._identity(sampled) == sessions._identity(echoed)
+    assert sampled.identity == echoed.identity
     other = Message("assistant", "", (ToolCall("f", {"x": 2, "y": [2]}),))
-    assert sessions._identity(sampled) != sessions._identity(other)
+    assert sampled.identity != other.identity
 
 
 def test_a_conversation_of_ten_turns_is_found_again_from_any_turn():
@@ -289,3 +288,21 @@ def test_every_sampled_token_of_random_conversations_is_trained_once(seed: int):
     for row in rows:
         assert len(row.response_ids) == len(row.mask) == len(row.logprobs) == len(row.versions)
         assert row.mask[row.turn_ends - 1].all()
+
+
+def test_a_repeated_request_gets_as_many_turns_as_it_asks_for():
+    talk = Talk()
+    first, second = talk.begin([user("a")])[0], talk.begin([user("a")])[0]
+    assert talk.begin([user("a")], retry=True) == [second]
+    first.abandoned = True
+    assert talk.begin([user("a")]) == [first]
+
+
+def test_an_assistants_name_and_the_form_of_a_number_are_no_other_history():
+    talk = Talk()
+    (turn,) = talk.begin([user("a")])
+    reply = talk.end(turn, "b")
+    talk.say([user("a"), Message("assistant", reply.content, name="coder"), user("c")], "d")
+    assert (len(talk.session.rows()), talk.session.retokenised) == (1, 0)
+    whole, fraction = (Message("assistant", "", (ToolCall("f", {"x": x}),)) for x in (1, 1.0))
+    assert whole.identity == fraction.identity

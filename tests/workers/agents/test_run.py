@@ -1,0 +1,158 @@
+"""`RolloutWorker.run` opens episodes at a real gateway, and returns their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.algorithms.sampling import Sampling
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import SampleError, UserError
+from weft.workers.agents.failures import Discarded
+from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.worker import Children, Context
+
+from .served import Served, ask, chat, serve
+from .toy_engine import ToyEngine
+
+
+class ToyRollout(RolloutWorker):
+    answer: Callable[[str], str] = staticmethod(lambda prompt: "x y")
+
+    def new_engine(self, **settings: Any) -> Any:
+        return ToyEngine(self.renderer, self.answer)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def _unused(row: Any, *, base_url: str, api_key: str) -> float:
+    return 0.0
+
+
+def new_worker(served: Served, folder: Path) -> ToyRollout:
+    settings = {"model_type": "qwen2", "max_position_embeddings": 512, "vocab_size": 1000}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    made = type("Toy", (ToyRollout,), {"renderer": served.renderer})
+    config = RolloutConfig(model=str(folder), engine="transformers")
+    return made(config, Context(name="rollout", seed=3, gateway=served.address))
+
+
+def prompts(number: int, **more: Any) -> Batch:
+    ids = list(range(10, 10 + number))
+    columns = {"sample_id": ids, "group_id": ids, "parent_id": ids}
+    return Batch.of(**columns, task=[f"t{k}" for k in range(number)], **more)
+
+
+def parts_of(worker: RolloutWorker, rows: Batch, n: int) -> list[tuple[Children, Any]]:
+    steps = worker.run(rows, harness=_unused, n=n, sampling=Sampling(max_tokens=20))
+    return [part for part in steps if part is not None]
+
+
+def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
+    seen: list[dict[str, Any]] = []
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        seen.append(row)
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+            await ask(client, [{"role": "user", "content": "a helper's task"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        rows = prompts(2, made_before=[[0, 1], []])
+        parts = await asyncio.to_thread(parts_of, worker, rows, 2)
+        # The first prompt's first episode was made before: two rows, numbers 0 and 1.
+        numbers = sorted(
+            (parent, number)
+            for children, _ in parts
+            for parent, number in zip(
+                children.rows["parent_id"].to_pylist(), children.numbers.tolist(), strict=True
+            )
+        )
+        assert numbers == [(10, 2048), (10, 2049), (11, 0), (11, 1), (11, 2048), (11, 2049)]
+        finished = [i for children, _ in parts for i in children.finished.tolist()]
+        assert sorted(finished) == [10, 11]
+        made = Batch.concat([children.rows for children, _ in parts])
+        assert set(made["episode_rows"].to_pylist()) == {2}
+        assert set(made["episode_tokens"].to_pylist()) == {6}
+        assert made["reward"].to_pylist() == [1.0] * 6
+        assert sum(metrics["retokenised"].value for _, metrics in parts) == 0
+
+    serve(tmp_path, harness, main)
+    assert sorted(row["task"] for row in seen) == ["t0", "t1", "t1"]
+    assert all(set(row) == {"task"} for row in seen), "a row's identity is not the harness's business"
+
+
+def test_seeds_do_not_depend_on_what_was_made_before(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        found: list[set[int | None]] = []
+        for made in ([], [0]):
+            worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+            rows = prompts(1, made_before=[made])
+            await asyncio.to_thread(parts_of, worker, rows, 2)
+            engine: Any = worker.engine
+            found.append({request.seed for request, _ in engine.requests})
+        assert len(found[0]) == 2 and len(found[1]) == 1 and found[1] < found[0]
+
+    serve(tmp_path, harness, main)
+
+
+def test_a_dropped_episode_leaves_a_smaller_group(tmp_path: Path):
+    tries: list[str] = []
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        tries.append(row["task"])
+        is_second = len(tries) == 2
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+        if is_second:
+            raise Discarded("not this one")
+        return 1.0
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        parts = await asyncio.to_thread(parts_of, worker, prompts(1), 3)
+        assert sum(len(children.rows) for children, _ in parts) == 2
+        assert [i for children, _ in parts for i in children.finished.tolist()] == [10]
+        assert sum(metrics["dropped_episodes"].value for _, metrics in parts) == 1
+        assert sum(m["harness_failures"].value for _, m in parts if "harness_failures" in m) == 1
+
+    serve(tmp_path, harness, main)
+
+
+def test_a_prompt_without_any_episode_fails_with_the_reason(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        if row["task"] == "t1":
+            raise RuntimeError("no such board")
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        with pytest.raises(
+            SampleError, match=r"sample 11: all of its 2 episodes failed.*no such board"
+        ) as said:
+            await asyncio.to_thread(parts_of, worker, prompts(2), 2)
+        assert tuple(said.value.sample_ids) == (11,)
+
+    serve(tmp_path, harness, main)
+
+
+def test_more_episodes_than_a_prompt_can_have_are_refused(tmp_path: Path):
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        with pytest.raises(UserError, match="n=5000: a prompt has at most 4096 episodes"):
+            next(worker.run(prompts(1), harness=_unused, n=5000))
+
+    serve(tmp_path, _unused, main)
