@@ -7,9 +7,7 @@
 
 - Each attempt at an episode has its own key and session. A late request of an earlier attempt never
   reaches a later one.
-- Turns wait in order of arrival. A turn goes to the replica that sampled its session's last turn,
-  unless that one is busy while another is idle.
-- A replica that dies loses only the turns that it was sampling. They wait for another replica.
+- A replica that dies loses only the turns that it was sampling (`replicas.py`).
 - An episode belongs to the rank that has leased its prompt. If that rank dies, the episode goes on,
   and the next rank that opens it joins it.
 """
@@ -28,14 +26,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Iterable,
-    Iterator,
     Mapping,
 )
 from dataclasses import asdict, dataclass, field
@@ -47,7 +43,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as Reply
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from ...algorithms.sampling import Sampling
 from ...dataflow.column import TURN_REWARDS
@@ -57,35 +53,27 @@ from .chat_protocol import CHAT
 from .failures import (
     ContextFull,
     EpisodeFailure,
-    HarnessDied,
     InvalidResult,
-    SetupTimedOut,
 )
 from .harness import HarnessPlan
 from .link import (
     MOST_BYTES,
     PATH,
-    Abort,
     Close,
     Ended,
     EpisodeRequest,
-    Hello,
     Open,
-    Play,
-    Played,
-    Record,
     Rest,
     Sample,
     Sampled,
-    Stop,
-    to_bytes,
-    to_record,
 )
 from .messages import Completion
 from .messages_protocol import MESSAGES
+from .players import Player, Players
 from .protocol import HttpProtocol
 from .protocol_fields import Fields
 from .rendering import Renderer
+from .replicas import AskedTurn, Replica, Replicas, records_of, send
 from .responses_protocol import RESPONSES
 from .runner import EpisodeRunner
 from .sessions import Session, Turn
@@ -98,124 +86,7 @@ ABANDONED_S = 30.0
 """[s] How long a turn is sampled on after its client has hung up. The client may repeat its request."""
 SAMPLE_S = 1800.0
 """[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
-ENVIRONMENTS_S = 300.0
-"""[s] Longest wait for a rank with environments, which the driver may be replacing."""
-BUSY = 4
-"""Turns at a replica from which another, idle one takes over its sessions."""
 CLIENT_GONE = 499
-
-
-@dataclass(eq=False)
-class _Replica:
-    """A rollout rank that is connected."""
-
-    socket: WebSocket
-    hello: Hello
-    serves: bool = False
-    """Whether it has an open call, and takes turns."""
-    turns: dict[int, _Waiting] = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        return self.hello.capacity - len(self.turns) if self.serves else 0
-
-
-@dataclass(eq=False)
-class _Player:
-    """A rank with environments that is connected."""
-
-    socket: WebSocket
-    hello: Hello
-    playing: dict[str, asyncio.Future[Mapping[str, Any]]] = field(
-        default_factory=dict[str, "asyncio.Future[Mapping[str, Any]]"]
-    )
-    """Key of an episode -> its result."""
-
-
-class _Players:
-    """Plays episodes with the ranks of a group of environments. Interface of `EpisodeRunner`.
-
-    An episode waits for a free environment as long as there are ranks. It has no deadline of its own:
-    the ranks limit each call of a simulator and the number of turns.
-
-    Args:
-        ask: tells the driver that ranks have come or gone, or that there are none.
-    """
-
-    def __init__(self, group: str, ask: Callable[[], None]) -> None:
-        self._group = group
-        self._ask = ask
-        self._players: set[_Player] = set()
-        self._changed = asyncio.Event()
-
-    def add(self, player: _Player) -> None:
-        self._players.add(player)
-        self._tell()
-        self._ask()
-
-    def remove(self, player: _Player) -> None:
-        self._players.discard(player)
-        for result in player.playing.values():
-            if not result.done():
-                result.set_exception(HarnessDied(f"{_name(player.hello)} is gone"))
-        self._tell()
-        self._ask()
-
-    def take(self, player: _Player, played: Played) -> None:
-        result = player.playing.get(played.key)
-        if result is not None and not result.done():
-            if played.failure is not None:
-                result.set_exception(EpisodeFailure.from_json(played.failure))
-            else:
-                result.set_result(played.result)
-
-    async def run(self, key: str, row: Mapping[str, Any], *, base_url: str) -> Mapping[str, Any]:
-        player = await self._free()
-        result = player.playing[key] = asyncio.get_running_loop().create_future()
-        try:
-            await _send(player.socket, Play(key, row))  # if it is gone, `remove` follows
-            return await result
-        finally:
-            del player.playing[key]
-            self._tell()
-            if result.cancelled():
-                await _send(player.socket, Stop(key))
-
-    @contextlib.contextmanager
-    def sampling(self, key: str) -> Iterator[None]:
-        yield
-
-    async def _free(self) -> _Player:
-        """Return a rank with a free environment."""
-        while True:
-            able = [p for p in self._players if len(p.playing) < p.hello.capacity]
-            if able:
-                return min(able, key=lambda p: (len(p.playing), p.hello.rank))
-            if not self._players:
-                self._ask()
-            try:
-                await asyncio.wait_for(self._changed.wait(), ENVIRONMENTS_S)
-            except TimeoutError:
-                if not self._players:
-                    raise SetupTimedOut(
-                        f"no rank of the environments {self._group!r} is up, for {ENVIRONMENTS_S:g} s"
-                    ) from None
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A turn that waits for a replica, or is being sampled by one."""
-
-    number: int
-    episode: _Episode
-    turn: Turn
-    sample: Sample
-    done: asyncio.Future[Response]
-    replica: _Replica | None = None
 
 
 @dataclass(eq=False)
@@ -223,13 +94,13 @@ class _Episode:
     request: EpisodeRequest
     opened: Open
     group: str
-    owner: _Replica | None
+    owner: Replica | None
     key: str = ""
     session: Session | None = None
-    waiting: dict[Turn, _Waiting] = field(default_factory=dict)
-    last: _Replica | None = None
+    asked: dict[Turn, AskedTurn] = field(default_factory=dict[Turn, AskedTurn])
+    last: Replica | None = None
     """The replica that sampled the session's last turn."""
-    runner: EpisodeRunner | _Players | None = None
+    runner: EpisodeRunner | Players | None = None
     full: bool = False
     """Whether a request had no room for a response."""
     task: asyncio.Task[None] | None = None
@@ -264,14 +135,12 @@ class Gateway:
         self._load, self._start, self._ask = load, start or _started, ask
         self._key, self._address, self._logs, self._note = key, address, logs, note
         self._scratch = Path(tempfile.mkdtemp(prefix="weft-harness-"))
-        self._replicas: set[_Replica] = set()
+        self._replicas = Replicas()
         self._episodes: dict[int, _Episode] = {}
         self._by_key: dict[str, _Episode] = {}
-        self._queues: defaultdict[str, deque[_Waiting]] = defaultdict(deque)
-        """Group -> turns that wait for a replica."""
         self._renderers: dict[str, asyncio.Task[Renderer]] = {}
         self._runners: dict[str, asyncio.Future[EpisodeRunner]] = {}
-        self._players: dict[str, _Players] = {}
+        self._players: dict[str, Players] = {}
         """Name of a group of environments -> its ranks."""
         self._numbers = itertools.count()
         self._noted: set[str] = set()
@@ -308,13 +177,13 @@ class Gateway:
             await websocket.close(4401)
             return
         await websocket.accept()
-        records = _records(websocket)
+        records = records_of(websocket)
         if (hello := await anext(records, None)) is None:
             return
         if hello.plays:
-            await self._serve_player(_Player(websocket, hello), records)
+            await self._serve_player(Player(websocket, hello), records)
             return
-        replica = _Replica(websocket, hello)
+        replica = Replica(websocket, hello)
         self._replicas.add(replica)
         try:
             async for record in records:
@@ -322,7 +191,7 @@ class Gateway:
         finally:
             await self._lose(replica)
 
-    async def _serve_player(self, player: _Player, records: AsyncIterator[Any]) -> None:
+    async def _serve_player(self, player: Player, records: AsyncIterator[Any]) -> None:
         players = self._players_of(player.hello.group)
         players.add(player)
         try:
@@ -331,50 +200,31 @@ class Gateway:
         finally:
             players.remove(player)
 
-    def _players_of(self, group: str) -> _Players:
+    def _players_of(self, group: str) -> Players:
         if group not in self._players:
-            self._players[group] = _Players(group, lambda: self._ask(group))
+            self._players[group] = Players(group, lambda: self._ask(group))
         return self._players[group]
 
-    async def _take(self, replica: _Replica, record: Any) -> None:
+    async def _take(self, replica: Replica, record: Any) -> None:
         if isinstance(record, Sampled):
-            waiting = replica.turns.pop(record.turn, None)
-            if waiting is not None and not waiting.done.done():
-                if record.response is None:
-                    waiting.done.set_exception(RuntimeError(record.error))
-                else:
-                    waiting.done.set_result(record.response)
+            await self._replicas.take(replica, record)
         elif isinstance(record, Open):
-            replica.serves = True
+            await self._replicas.serve(replica)
             for request in record.episodes:
                 await self._open(replica, record, request)
         elif isinstance(record, Close):
             for episode_id in record.episode_ids:
                 await self._drop_episode(episode_id)
         elif isinstance(record, Rest):
-            replica.serves = False
-            self._take_back(replica)
-        await self._hand_out(replica.hello.group)
+            await self._replicas.rest(replica)
 
-    def _take_back(self, replica: _Replica) -> None:
-        """Let the turns of a replica wait for another one, before all others."""
-        queue = self._queues[replica.hello.group]
-        for waiting in sorted(replica.turns.values(), key=lambda one: -one.number):
-            waiting.replica = None
-            queue.appendleft(waiting)
-        replica.turns.clear()
-
-    async def _lose(self, replica: _Replica) -> None:
-        """Let other replicas sample the turns of one that is gone."""
-        self._replicas.discard(replica)
-        self._take_back(replica)
+    async def _lose(self, replica: Replica) -> None:
+        """Keep the episodes of a rank that is gone, until another one joins them."""
         for episode in list(self._episodes.values()):
-            if episode.last is replica:
-                episode.last = None
             if episode.owner is replica:
                 episode.owner, episode.lost = None, episode.lost + 1
                 asyncio.get_running_loop().call_later(REJOIN_S, self._expire, episode, episode.lost)
-        await self._hand_out(replica.hello.group)
+        await self._replicas.remove(replica)
 
     def _expire(self, episode: _Episode, lost: int) -> None:
         """Drop an episode that no rank has joined since it lost this owner."""
@@ -382,29 +232,9 @@ class Gateway:
         if alone and self._episodes.get(episode.request.episode_id) is episode:
             self._keep(self._drop_episode(episode.request.episode_id))
 
-    async def _hand_out(self, group: str) -> None:
-        """Send waiting turns to replicas with room."""
-        queue = self._queues[group]
-        while queue:
-            replica = self._choose(queue[0], group)
-            if replica is None:
-                return
-            waiting = queue.popleft()
-            waiting.replica, waiting.episode.last = replica, replica
-            replica.turns[waiting.number] = waiting
-            await _send(replica.socket, waiting.sample)
-
-    def _choose(self, waiting: _Waiting, group: str) -> _Replica | None:
-        able = [r for r in self._replicas if r.hello.group == group and r.room > 0]
-        if not able:
-            return None
-        own, idlest = waiting.episode.last, min(able, key=lambda r: (len(r.turns), r.hello.rank))
-        stays = own in able and (len(own.turns) < BUSY or idlest.turns)
-        return own if stays else idlest
-
     # Episodes
 
-    async def _open(self, replica: _Replica, opened: Open, request: EpisodeRequest) -> None:
+    async def _open(self, replica: Replica, opened: Open, request: EpisodeRequest) -> None:
         episode = self._episodes.get(request.episode_id)
         if episode is None:
             episode = _Episode(request, opened, replica.hello.group, replica)
@@ -467,13 +297,13 @@ class Gateway:
     async def _end_session(self, episode: _Episode) -> None:
         """Refuse further requests of an attempt, and abort its turns."""
         self._by_key.pop(episode.key, None)
-        for waiting in list(episode.waiting.values()):
-            await self._abort(waiting)
+        for turn in list(episode.asked):
+            await self._abort(episode, turn)
 
     async def _report(self, episode: _Episode) -> None:
         owner, outcome = episode.owner, episode.outcome
         # If the owner is gone, the next one gets it.
-        if owner is not None and outcome is not None and await _send(owner.socket, outcome):
+        if owner is not None and outcome is not None and await send(owner.socket, outcome):
             self._episodes.pop(episode.request.episode_id, None)
 
     async def _drop_episode(self, episode_id: int) -> None:
@@ -487,7 +317,7 @@ class Gateway:
             self._renderers[model] = asyncio.create_task(asyncio.to_thread(self._load, model))
         return await self._renderers[model]
 
-    async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | _Players:
+    async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | Players:
         """Return what runs the episodes of a harness. Raises a UserError if it cannot be loaded."""
         if "env" in plan.program:
             return self._players_of(plan.program["env"])
@@ -503,25 +333,24 @@ class Gateway:
         """Sample a turn, or wait for it if it is being sampled already."""
         if turn.response is not None:
             return turn.response
-        if turn not in episode.waiting:
+        asked = episode.asked.get(turn)
+        if asked is None:
             assert episode.session is not None
             ids = turn.prompt_ids()
             sampling = _sampling_of(turn, episode.opened.sampling, episode.session)
             seed = _seed(episode.request.seed, ids, turn.number)
-            number = next(self._numbers)
-            sample = Sample(number, ids, seed, sampling, turn.stop_token_ids)
+            sample = Sample(next(self._numbers), ids, seed, sampling, turn.stop_token_ids)
             done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-            episode.waiting[turn] = _Waiting(number, episode, turn, sample, done)
-            self._queues[episode.group].append(episode.waiting[turn])
-            await self._hand_out(episode.group)
-        waiting = episode.waiting[turn]
+            asked = episode.asked[turn] = AskedTurn(episode.group, sample, episode.last, done)
+            await self._replicas.ask(asked)
         try:
-            response = await asyncio.shield(waiting.done)
+            response = await asyncio.shield(asked.done)
         except RuntimeError:  # the engine refuses the turn
-            if episode.waiting.pop(turn, None) is not None and episode.session is not None:
+            if episode.asked.pop(turn, None) is not None and episode.session is not None:
                 episode.session.drop(turn)
             raise
-        if episode.waiting.pop(turn, None) is not None:
+        if episode.asked.pop(turn, None) is not None:
+            episode.last = asked.replica
             session = episode.session
             assert session is not None
             if turn.request is None:
@@ -530,17 +359,11 @@ class Gateway:
                 session.end(turn, response)
         return response
 
-    async def _abort(self, waiting: _Waiting) -> None:
-        episode, replica = waiting.episode, waiting.replica
-        episode.waiting.pop(waiting.turn, None)
+    async def _abort(self, episode: _Episode, turn: Turn) -> None:
+        asked = episode.asked.pop(turn)
         if episode.session is not None:
-            episode.session.drop(waiting.turn)
-        waiting.done.cancel()
-        if replica is None:
-            with contextlib.suppress(ValueError):
-                self._queues[episode.group].remove(waiting)
-        elif replica.turns.pop(waiting.number, None) is not None:
-            await _send(replica.socket, Abort(waiting.number))
+            episode.session.drop(turn)
+        await self._replicas.abort(asked)
 
     async def _abandon(self, episode: _Episode, turns: Iterable[Turn]) -> None:
         """Abort turns whose client has hung up, unless it asks for them again."""
@@ -548,8 +371,8 @@ class Gateway:
             turn.abandoned = True
         await asyncio.sleep(ABANDONED_S)
         for turn in turns:
-            if turn.abandoned and turn in episode.waiting:
-                await self._abort(episode.waiting[turn])
+            if turn.abandoned and turn in episode.asked:
+                await self._abort(episode, turn)
 
     # Requests of harnesses
 
@@ -610,8 +433,7 @@ class Gateway:
                 if gone.done():
                     self._keep(self._abandon(episode, turns))
                     return None
-                who = [one.replica for turn in turns if (one := episode.waiting.get(turn))]
-                names = {_name(r.hello) if r else "a free replica" for r in who}
+                names = {one.waits_for for turn in turns if (one := episode.asked.get(turn))}
                 self._keep(self._abandon(episode, turns))
                 raise RequestError(
                     504,
@@ -722,25 +544,6 @@ async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner
     return runner
 
 
-async def _send(websocket: WebSocket, record: Record) -> bool:
-    """Send a record. Return False if the other side is gone, as its reader will notice too."""
-    try:
-        await websocket.send_bytes(to_bytes(record))
-    except (RuntimeError, WebSocketDisconnect):
-        return False
-    return True
-
-
-async def _records(websocket: WebSocket) -> AsyncIterator[Any]:
-    """Yield the records of a rank until it is gone."""
-    while True:
-        try:
-            content = await websocket.receive_bytes()
-        except (RuntimeError, WebSocketDisconnect):  # the former if a record could not be sent
-            return
-        yield to_record(content)
-
-
 def _check_turn_rewards(result: Mapping[str, Any], session: Session) -> None:
     """Raise an InvalidResult if a harness does not give one reward for each sampled turn."""
     rewards = result.get(str(TURN_REWARDS))
@@ -750,10 +553,6 @@ def _check_turn_rewards(result: Mapping[str, Any], session: Session) -> None:
         raise InvalidResult(
             f"turn_rewards must have a number for each of the {turns} sampled turns, not {shown}"
         )
-
-
-def _name(hello: Hello) -> str:
-    return f"{hello.group}[{hello.rank}]"
 
 
 def _completion(turn: Turn, renderer: Renderer) -> Completion:

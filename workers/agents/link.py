@@ -54,6 +54,10 @@ class Hello:
     plays: bool = False
     """Whether the rank has environments, which play episodes, rather than a model."""
 
+    @property
+    def who(self) -> str:
+        return f"{self.group}[{self.rank}]"
+
 
 @dataclass(frozen=True)
 class EpisodeRequest:
