@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -20,12 +18,8 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
-from ..dataflow.buffer.rows import MAX_CHILDREN
 from ..dataflow.column import (
     DRAW_PATH,
-    EPISODE_ID,
-    EPISODE_ROWS,
-    EPISODE_TOKENS,
     FINISH_REASON,
     GROUP_ID,
     IMAGES,
@@ -33,23 +27,28 @@ from ..dataflow.column import (
     PROMPT_IDS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
-    RESPONSE_MASK,
     RESPONSE_VERSIONS,
     ROUTES,
     SAMPLE_ID,
     TEMPERATURE,
-    TURN_ENDS,
 )
 from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
 from .agents.harness import Interact, as_harness
-from .agents.link import EpisodeRequest, Hello, Link
-from .agents.serving import EpisodeServer, json_row, metrics_of, opened, to_rows
+from .agents.link import Hello, Link
+from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
 from .environment import EnvWorker
-from .generation.engine import GenerationEngine, GenerationRequest, Response, generate, tokenizer_of
+from .generation.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    Response,
+    generate,
+    stable_hash,
+    tokenizer_of,
+)
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
@@ -269,13 +268,6 @@ def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
     return (str(RESPONSE_IDS), *sampling.writes, *map(str, more))
 
 
-def _episode_writes(harness: object, sampling: Sampling) -> tuple[str, ...]:
-    columns = (RESPONSE_VERSIONS, RESPONSE_MASK, TURN_ENDS, FINISH_REASON, TEMPERATURE)
-    episode = (EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS)
-    tokens = (str(PROMPT_IDS), str(RESPONSE_IDS), *sampling.writes)
-    return (*tokens, *map(str, (*columns, *episode)), *as_harness(harness).writes)
-
-
 def _interact_with(env: Any) -> Interact:
     """Return the harness of a group of environments. Raises a UserError if the handle is of another
     group."""
@@ -302,7 +294,7 @@ class RolloutWorker(Worker):
         self._generating = 0
         """Number of calls that are sampling."""
         # Requests without a seed must differ between replicas.
-        seed = _hash(context.seed, context.rank) % 2**31
+        seed = stable_hash(context.seed, context.rank) % 2**31
         reads_images = sees_images(read_model_config(self._folder))
         self._images = ImageReader(config.model, self._folder) if reads_images else None
         # A user's own engine may not accept these two.
@@ -399,7 +391,7 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         may_read=(ALL_COLUMNS,),
-        writes=_episode_writes,
+        writes=episode_columns,
     )
     def run(
         self, prompts: Batch, *, harness: Any, n: int = 1, sampling: Sampling = Sampling()
@@ -426,81 +418,28 @@ class RolloutWorker(Worker):
             SampleError: all episodes of a prompt failed, and the policy did not cause it.
             GatewayLost: the gateway is gone, and no other answers in time.
         """
-        harness = as_harness(harness)
-        sample_ids, group_ids = prompts.numpy(SAMPLE_ID), prompts.numpy(GROUP_ID)
-        draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
-        made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
-        if not 1 <= n <= MAX_CHILDREN:
-            raise UserError(f"n={n}: a prompt has at most {MAX_CHILDREN} episodes")
-        most_rows = MAX_CHILDREN // n
-        requests: list[EpisodeRequest] = []
-        pending: dict[int, tuple[int, int]] = {}
-        """Episode -> its prompt's row and its number among the prompt's episodes."""
-        has_rows = [bool(numbers) for numbers in made]
-        for row, columns in enumerate(prompts.record.to_pylist()):
-            shown = json_row(columns)
-            content = json.dumps(shown, sort_keys=True).encode()
-            for index in {*range(n)} - {number // most_rows for number in made[row] or ()}:
-                episode_id = _hash(int(sample_ids[row]), index)
-                seed = self._seed(int(group_ids[row]), draws[row], content, index)
-                requests.append(EpisodeRequest(episode_id, seed, shown))
-                pending[episode_id] = row, index
-        left = Counter(row for row, _ in pending.values())
-        failures: dict[int, str] = {}
+        call = EpisodeCall(prompts, as_harness(harness), n, sampling, self._seed)
         server = self._episodes
         self._generating += 1
         try:
-            model, context = str(self._folder), self.max_context
-            server.open(opened(model, context, sampling, harness, requests))
-            while pending:
+            server.open(call.opened(str(self._folder), self.max_context))
+            while call.pending:
                 server.work(EPISODE_WAIT_S)
                 self.context.advance()
-                ended = server.take_ended([*pending])
-                if not ended:
-                    sent = yield None
-                else:
-                    places = [pending.pop(end.episode_id) for end in ended]
-                    rows = [row for row, _ in places]
-                    left.subtract(rows)
-                    for end, row in zip(ended, rows, strict=True):
-                        if end.fatal:
-                            raise UserError(end.failure)
-                        has_rows[row] |= bool(end.rows) and end.scored
-                        if not (end.rows and end.scored):
-                            failures[row] = end.failure or "the harness sampled no turn"
-                    finished = [r for r in dict.fromkeys(rows) if not left[r] and has_rows[r]]
-                    kept = [k for k, end in enumerate(ended) if end.rows and end.scored]
-                    numbers: list[int] = []
-                    for k in kept:
-                        _check_rows(len(ended[k].rows), most_rows, n)
-                        first = places[k][1] * most_rows
-                        numbers += range(first, first + len(ended[k].rows))
-                    parents = [int(sample_ids[rows[k]]) for k in kept]
-                    batch = to_rows([ended[k] for k in kept], parents, harness, sampling)
-                    children = Children(batch, np.array(numbers, np.int64), sample_ids[finished])
-                    sent = yield children, metrics_of(ended)
-                lost = set(np.flatnonzero(np.isin(sample_ids, list(sent))).tolist()) if sent else ()
-                given_up = [id for id, (row, _) in pending.items() if row in lost]
-                if given_up:
-                    for id in given_up:
-                        del pending[id]
+                sent = yield call.take(server.take_ended(call.pending))
+                if given_up := call.give_up(sent or ()):
                     server.close(given_up)
         finally:
             self._generating -= 1
-            server.close([*pending])
-        if failed := {row: why for row, why in failures.items() if not has_rows[row]}:
-            row, why = next(iter(failed.items()))
-            raise SampleError(
-                f"sample {sample_ids[row]}: all of its {n} episodes failed, the last one: {why}",
-                sample_ids[list(failed)].tolist(),
-            )
+            server.close([*call.pending])
+        call.check()
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
         may_read=(ALL_COLUMNS,),
-        writes=lambda env, sampling: _episode_writes(_interact_with(env), sampling),
+        writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
     )
     def interact(
         self, prompts: Batch, *, env: EnvWorker | str, n: int = 1, sampling: Sampling = Sampling()
@@ -594,7 +533,7 @@ class RolloutWorker(Worker):
         later turns share their group and may share their prompt."""
         if not self.config.seeded:
             return None
-        return _hash(self.context.seed, group_id, *draw, index, content=content)
+        return stable_hash(self.context.seed, group_id, *draw, index, content=content)
 
     def _check_prompts(
         self,
@@ -720,14 +659,6 @@ def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:
     return list(drawn.astype(np.int32))
 
 
-def _check_rows(number: int, most: int, n: int) -> None:
-    if number > most:
-        raise UserError(
-            f"an episode has {number} rows, and with n={n} at most {most} are possible: its harness starts a new conversation "
-            "for each turn, or changes earlier messages"
-        )
-
-
 def _children(
     responses: Sequence[Response],
     sample_ids: np.ndarray,
@@ -765,10 +696,3 @@ def _metrics(responses: Sequence[Response]) -> Metrics:
     tokens, number = float(sum(len(r.token_ids) for r in responses)), float(len(responses))
     truncated = Mean(float(sum(r.finish_reason == "length" for r in responses)), number)
     return {"tokens": Sum(tokens), "response_length": Mean(tokens, number), "truncation_rate": truncated}
-
-
-def _hash(*numbers: int, content: bytes = b"") -> int:
-    """Return a 63-bit hash that does not depend on the process or run."""
-    digest = hashlib.blake2b(content, digest_size=8)
-    digest.update(repr(numbers).encode())
-    return int.from_bytes(digest.digest(), "little") >> 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -48,7 +47,7 @@ from starlette.websockets import WebSocket
 from ...algorithms.sampling import Sampling
 from ...dataflow.column import TURN_REWARDS
 from ...dataflow.errors import RequestError, UserError
-from ..generation.engine import Response
+from ..generation.engine import Response, stable_hash
 from .chat_protocol import CHAT
 from .failures import (
     ContextFull,
@@ -338,7 +337,9 @@ class Gateway:
             assert episode.session is not None
             ids = turn.prompt_ids()
             sampling = _sampling_of(turn, episode.opened.sampling, episode.session)
-            seed = _seed(episode.request.seed, ids, turn.number)
+            seed = episode.request.seed
+            if seed is not None:  # it must not depend on the order of requests
+                seed = stable_hash(seed, turn.number, content=ids.tobytes())
             sample = Sample(next(self._numbers), ids, seed, sampling, turn.stop_token_ids)
             done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
             asked = episode.asked[turn] = AskedTurn(episode.group, sample, episode.last, done)
@@ -571,15 +572,6 @@ def _sampling_of(turn: Turn, sampling: Sampling, session: Session) -> Sampling:
     return sampling.model_copy(
         update={"stop": stop, "max_tokens": session.room(turn, sampling.max_tokens)}
     )
-
-
-def _seed(seed: int | None, prompt_ids: Any, number: int) -> int | None:
-    """Return the seed of a turn. It does not depend on the order of requests."""
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8)
-    digest.update(repr((seed, number)).encode())
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _token_ids(values: list[Any], place: str) -> list[int]:

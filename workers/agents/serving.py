@@ -3,7 +3,9 @@ session, and makes rows of finished episodes."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +14,16 @@ import numpy as np
 
 from ...algorithms.sampling import Sampling
 from ...dataflow.batch import Batch
+from ...dataflow.buffer.rows import MAX_CHILDREN
 from ...dataflow.column import (
+    DRAW_PATH,
     EPISODE_ID,
     EPISODE_ROWS,
     EPISODE_TOKENS,
     FINISH_REASON,
+    GROUP_ID,
     IDENTITY,
+    MADE_BEFORE,
     PARENT_ID,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -25,14 +31,16 @@ from ...dataflow.column import (
     RESPONSE_MASK,
     RESPONSE_VERSIONS,
     REWARD,
+    SAMPLE_ID,
     TEMPERATURE,
     TURN_ENDS,
     TURN_REWARDS,
 )
-from ...dataflow.errors import GatewayLost, GenerationError
+from ...dataflow.errors import GatewayLost, GenerationError, SampleError, UserError
 from ...dataflow.metrics import Mean, Metrics, Sum
-from ..generation.engine import GenerationEngine, GenerationRequest, Requests
-from .harness import Harness
+from ..generation.engine import GenerationEngine, GenerationRequest, Requests, stable_hash
+from ..worker import Children
+from .harness import Harness, as_harness
 from .link import (
     AGAIN_S,
     CONNECT_S,
@@ -165,10 +173,126 @@ class EpisodeServer:
         return self._link
 
 
+# One call
+
+
+class EpisodeCall:
+    """The episodes of one call on some prompts.
+
+    A child's number is its episode's number times the most rows of an episode, plus its row's number.
+    So the numbers of children that were made before tell which episodes are finished.
+
+    Args:
+        prompts: any columns.
+        n: episodes of each prompt.
+        new_seed: `RolloutWorker._seed`.
+
+    Raises:
+        UserError: a prompt cannot have as many episodes.
+    """
+
+    def __init__(
+        self,
+        prompts: Batch,
+        harness: Harness,
+        n: int,
+        sampling: Sampling,
+        new_seed: Callable[[int, Sequence[int], bytes, int], int | None],
+    ) -> None:
+        if not 1 <= n <= MAX_CHILDREN:
+            raise UserError(f"n={n}: a prompt has at most {MAX_CHILDREN} episodes")
+        self._harness, self._n, self._sampling = harness, n, sampling
+        self._most_rows = MAX_CHILDREN // n
+        self._ids = prompts.numpy(SAMPLE_ID)
+        groups, number = prompts.numpy(GROUP_ID), len(prompts)
+        draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * number
+        made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * number
+        self._requests: list[EpisodeRequest] = []
+        self.pending: dict[int, tuple[int, int]] = {}
+        """Episode -> its prompt's row and its number among the prompt's episodes."""
+        self._has_rows = [bool(numbers) for numbers in made]
+        self._failures: dict[int, str] = {}
+        """Row of a prompt -> why its last dropped episode failed."""
+        for row, columns in enumerate(prompts.record.to_pylist()):
+            shown = _json_row(columns)
+            content = json.dumps(shown, sort_keys=True).encode()
+            before = {child // self._most_rows for child in made[row] or ()}
+            for index in (index for index in range(n) if index not in before):
+                episode_id = stable_hash(int(self._ids[row]), index)
+                seed = new_seed(int(groups[row]), draws[row], content, index)
+                self._requests.append(EpisodeRequest(episode_id, seed, shown))
+                self.pending[episode_id] = row, index
+        self._left = Counter(row for row, _ in self.pending.values())
+
+    def opened(self, model: str, max_context: int) -> Open:
+        return Open(model, max_context, self._sampling, self._harness.plan(), tuple(self._requests))
+
+    def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
+        """Return the rows and metrics of episodes that have ended; None without any.
+
+        Raises:
+            UserError: no episode of the harness can run, or an episode has too many rows.
+        """
+        if not ended:
+            return None
+        kept: list[Ended] = []
+        parents: list[int] = []
+        numbers: list[int] = []
+        finished: list[int] = []
+        for end in ended:
+            row, index = self.pending.pop(end.episode_id)
+            self._left[row] -= 1
+            if end.fatal:
+                raise UserError(end.failure)
+            if end.rows and end.scored:
+                if len(end.rows) > self._most_rows:
+                    raise UserError(
+                        f"an episode has {len(end.rows)} rows, and with n={self._n} at most {self._most_rows} are possible: "
+                        "its harness starts a new conversation for each turn, or changes earlier messages"
+                    )
+                self._has_rows[row] = True
+                kept.append(end)
+                parents.append(int(self._ids[row]))
+                first = index * self._most_rows
+                numbers += range(first, first + len(end.rows))
+            else:
+                self._failures[row] = end.failure or "the harness sampled no turn"
+            if not self._left[row] and self._has_rows[row]:
+                finished.append(int(self._ids[row]))
+        batch = _to_rows(kept, parents, self._harness, self._sampling)
+        children = Children(batch, np.array(numbers, np.int64), np.array(finished, np.int64))
+        return children, _metrics_of(ended)
+
+    def give_up(self, sample_ids: Collection[int]) -> list[int]:
+        """Forget the unfinished episodes of these prompts, and return their ids."""
+        lost = set(np.flatnonzero(np.isin(self._ids, list(sample_ids))).tolist()) if sample_ids else ()
+        given_up = [id for id, (row, _) in self.pending.items() if row in lost]
+        for id in given_up:
+            del self.pending[id]
+        return given_up
+
+    def check(self) -> None:
+        """Raise a SampleError if all episodes of a prompt were dropped."""
+        failed = [row for row in self._failures if not self._has_rows[row]]
+        if failed:
+            raise SampleError(
+                f"sample {self._ids[failed[0]]}: all of its {self._n} episodes failed, the last one: {self._failures[failed[0]]}",
+                self._ids[failed].tolist(),
+            )
+
+
 # Rows
 
 
-def to_rows(
+def episode_columns(harness: object, sampling: Sampling) -> tuple[str, ...]:
+    """Return the columns of the rows of episodes."""
+    columns = (RESPONSE_VERSIONS, RESPONSE_MASK, TURN_ENDS, FINISH_REASON, TEMPERATURE)
+    episode = (EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS)
+    tokens = (str(PROMPT_IDS), str(RESPONSE_IDS), *sampling.writes)
+    return (*tokens, *map(str, (*columns, *episode)), *as_harness(harness).writes)
+
+
+def _to_rows(
     ended: Sequence[Ended], parent_ids: Sequence[int], harness: Harness, sampling: Sampling
 ) -> Batch:
     """Return the rows of these episodes. `parent_ids` are the sample ids of their prompts."""
@@ -214,7 +338,7 @@ def _ragged(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32), offsets
 
 
-def metrics_of(ended: Sequence[Ended]) -> Metrics:
+def _metrics_of(ended: Sequence[Ended]) -> Metrics:
     """Return the metrics of ended episodes."""
     kept = [end for end in ended if end.rows and end.scored]
     number = float(len(kept))
@@ -238,17 +362,7 @@ def metrics_of(ended: Sequence[Ended]) -> Metrics:
     return found
 
 
-def opened(
-    model: str,
-    max_context: int,
-    sampling: Sampling,
-    harness: Harness,
-    episodes: Sequence[EpisodeRequest],
-) -> Open:
-    return Open(model, max_context, sampling, harness.plan(), tuple(episodes))
-
-
-def json_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _json_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a prompt that a harness can read: all but token ids, images and the
     identity of the row, which another run of the same prompt would not repeat."""
     return {name: value for name, value in row.items() if name not in _UNSEEN and _is_json(value)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -269,3 +270,10 @@ def stop_check_of(sampling: Sampling, model: str) -> StopCheck | None:
 def tokenizer_of(model: str) -> Tokenizer:
     """Return the tokenizer in a model's folder, which reward functions use too."""
     return Tokenizer.load(model)
+
+
+def stable_hash(*numbers: int, content: bytes = b"") -> int:
+    """Return a 63-bit hash that does not depend on the process or run."""
+    digest = hashlib.blake2b(content, digest_size=8)
+    digest.update(repr(numbers).encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
