@@ -99,7 +99,7 @@ def penalize_overlong(
     into: str = "shaped_reward",
 ) -> Batch:
     """Subtract `factor` times `overlong_penalty` from the rewards. Use it before
-    `group_advantages`. With the column `episode_tokens`, the length is that of the episode.
+    `group_advantages`. With the column `episode_tokens`, it uses the length of the episode.
 
     Args:
         max_tokens: longest response, or most sampled tokens of an episode, that sampling allows.

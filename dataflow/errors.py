@@ -205,8 +205,8 @@ class WeightSyncError(RunError):
 
 
 class GroupBroken(WeightSyncError):
-    """Another receiver has broken the group of a transfer. The trainer's ranks serve those who
-    connect again."""
+    """Another receiver has broken the group of a transfer. A receiver that
+    connects again is served."""
 
 
 class TakenOverError(RunError):

@@ -1,4 +1,4 @@
-"""What the examples of agents share: settings, a tiny model that has seen demonstrations, and the run."""
+"""Shared by the examples of agents: settings, a tiny model that has seen demonstrations, and the run."""
 
 from __future__ import annotations
 

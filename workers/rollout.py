@@ -409,10 +409,10 @@ class RolloutWorker(Worker):
             sampling: `max_tokens` limits one turn; `max_context` limits a conversation.
 
         Returns:
-            Rows as those of `generate`, and in addition `prompt_ids` [P] int32 of the conversation,
+            The columns of `generate`, and `prompt_ids` [P] int32 of the conversation,
             `response_mask` [L] (0 for given tokens), `turn_ends`, `episode_id`, `episode_rows`,
-            `episode_tokens`, and the columns of the harness, such as `reward`. Metrics: those of
-            `generate`, `turns`, `episode_rows`, `retokenised`, `dropped_episodes` and `WHERE_failures`.
+            `episode_tokens`, and the columns of the harness, such as `reward`. Metrics: the
+            metrics of `generate`, `turns`, `episode_rows`, `retokenised`, `dropped_episodes` and `WHERE_failures`.
 
         Raises:
             SampleError: all episodes of a prompt failed, and the policy did not cause it.

@@ -17,7 +17,7 @@ from typing import Any
 from . import equality
 
 MEMORY_BYTES = 4 * 2**30
-"""[bytes] Address space that comparisons may add to what the process has at its start."""
+"""[bytes] Address space that comparisons may add to the process."""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Time of an episode in environments, on a fake clock: one generator and one simulator, each of which
-takes 2 s for a step of all environments.
+"""Time of an episode in environments, on a fake clock: one generator and one simulator. Both
+take 2 s for a step of all environments.
 
 With one part, each waits for the other: 80 steps take 320 s. With two parts they work at the same time:
 160 s, and 1 s more for the last half step.

@@ -1,5 +1,5 @@
-"""Tokens per second of agents through the gateway, beside the bare engine on the same turns; and the
-engine's idle share while tools are slow.
+"""Tokens per second of agents through the gateway, compared with the bare engine on the same turns, and
+the engine's idle share while tools are slow.
 
 The rank's loop, the gateway and the harness are the real ones. A turn has a fixed number of tokens.
 """
@@ -59,7 +59,7 @@ def _enlarge(folder: Path) -> None:
 
 
 class Setting:
-    """A tiny model in a rollout engine, and a gateway beside it."""
+    """A tiny model in a rollout engine, and a gateway."""
 
     def __init__(self, folder: Path, engine: str) -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -112,12 +112,11 @@ class Setting:
         return SESSIONS * TURNS * TURN_TOKENS / (time.perf_counter() - started)
 
     def through_gateway(self, tool_s: float = 0.0, turns: int = TURNS) -> tuple[float, float, int]:
-        """Run the turns as episodes. Return tokens per second, the share of the time in which the
-        engine had no turn, and the number of turns."""
+        """Run the turns as episodes. Return tokens per second, the engine's idle share, and the number
+        of turns."""
         from weft.algorithms.sampling import Sampling
         from weft.workers.agents.harness import Function
-        from weft.workers.agents.link import EpisodeRequest
-        from weft.workers.agents.serving import opened
+        from weft.workers.agents.link import EpisodeRequest, Open
 
         harness = Function(function=talk, concurrency=SESSIONS, deadline_s=DEADLINE_S)
         sampling = Sampling(max_tokens=TURN_TOKENS, stop=None)
@@ -127,7 +126,9 @@ class Setting:
         pending = {each.episode_id for each in episodes}
         tokens, made, idle_s = 0, 0, 0.0
         started = time.perf_counter()
-        self.server.open(opened(self.model, self.worker.max_context, sampling, harness, episodes))
+        self.server.open(
+            Open(self.model, self.worker.max_context, sampling, harness.plan(), tuple(episodes))
+        )
         began: float | None = None
         while pending:
             assert time.perf_counter() - started < DEADLINE_S, f"{len(pending)} episodes did not end"

@@ -194,7 +194,7 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 120.0
 LOST_TIMEOUT_S = 300.0
 """[s] How long `follow` retries an unresponsive job server."""
 QUIET_S = 300.0
-"""[s] If there is no log output for this long, `follow` checks the job and the connection."""
+"""[s] After this long without log output, `follow` checks the job and the connection."""
 POLL_S = 1.0
 """[s] Interval between status requests."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")

@@ -124,7 +124,7 @@ def _turns(mask: np.ndarray, was_sampled: np.ndarray, ends: np.ndarray | None) -
     Args:
         mask: [L] whether each token is trained.
         was_sampled: [L] whether each token is trained or has a log-probability.
-        ends: [turns] ends of the turns; None: each run of trained tokens is a turn.
+        ends: [turns] ends of the turns. With None, each run of trained tokens is a turn.
     """
     if ends is None:
         edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))

@@ -61,7 +61,7 @@ MOST_TEXT = 100_000
 def turns_of_text(text: str, role: str = "", marked: str | None = None) -> list[dict[str, Any]] | None:
     """Split a text into turns by the markers of its chat template; None without markers. `role` is
     the speaker at the beginning; if empty, text before the first marker is a system turn. `marked`
-    is a text of the same length in which to look for markers (see `only_real_markers`).
+    is a text of the same length that has the markers (see `only_real_markers`).
 
     >>> turns = turns_of_text("<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>")
     >>> [(turn["role"], [(part["kind"], part["text"]) for part in turn["parts"]]) for turn in turns]
