@@ -239,11 +239,12 @@ class _Run:
             return "too many processes"
         if cpu_s > limits["cpu_s"]:
             return "out of CPU time"
-        # Forked processes share pages. It takes longer to count each page once, so only do it near the limit.
-        if rss_bytes > limits["memory_bytes"]:
-            exact = sum(_proportional_bytes(pid, int(fields[21]) * _PAGE) for pid, fields in found)
-            if exact > limits["memory_bytes"]:
-                return "out of memory"
+        # Forked processes share pages. It takes longer to count each page once, so only do it near the
+        # limit. A fork between two readings makes pages count twice, so both counts must exceed it.
+        if rss_bytes > limits["memory_bytes"] and all(
+            _used_bytes() > limits["memory_bytes"] for _ in range(2)
+        ):
+            return "out of memory"
         return "disk full" if self._disk_is_full() else None
 
     def _exceeded_at_end(self) -> str | None:
@@ -294,13 +295,19 @@ def _processes() -> Iterator[tuple[str, list[str]]]:
                 yield pid, file.read().rpartition(")")[2].split()
 
 
+def _used_bytes() -> int:
+    """Return the memory of all processes, with each shared page counted once."""
+    return sum(_proportional_bytes(pid, int(fields[21]) * _PAGE) for pid, fields in _processes())
+
+
 def _proportional_bytes(pid: str, rss_bytes: int) -> int:
     """Return the memory of a process, with shared pages divided by the number of their users."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
-    except OSError:  # it has ended, hides itself, or the kernel has no such file
-        return rss_bytes
+    except OSError:
+        # It has ended, hides itself, or the kernel has no such file.
+        return rss_bytes if os.path.exists(f"/proc/{pid}") else 0
 
 
 # Requests and replies

@@ -86,7 +86,7 @@ def test_each_limit_has_its_own_ending(
             assert sandbox.run(["echo", "again"], wall_s=PATIENCE_S).stdout == b"again\n"
 
 
-@pytest.mark.slow  # on a busy machine, pages of a fork may count twice for a moment
+@pytest.mark.thorough
 def test_memory_that_forked_processes_share_counts_once(engine: str):
     program = """
 import os, time
