@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CANDIDATE_LOGPROBS = "candidate_logprobs"
+"""Column that an engine adds if the loss reads `teacher_ids`: [T, k] nats, the log-probabilities of
+these tokens under the policy, with a gradient."""
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """Response tokens of B rows, laid end to end, with the columns that a loss reads.
@@ -41,7 +46,8 @@ class PackedRows:
     cu_seqlens: Tensor
     """[B + 1] int64; row i has the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Columns by name: [T] with one value per token, or [B] with one value per row."""
+    """Columns by name: [T] with one value per token ([T, k] with k values), or [B] with one value
+    per row."""
     counted_tokens: int | None = None
     """T, if the host knows it; None reads it from the device."""
 
@@ -101,9 +107,11 @@ class PackedRows:
         return self.trained_lengths > 0
 
     def only_trained(self, values_T: Tensor) -> Tensor:
-        """Replace the values of masked tokens, which may be NaN, with 0: [T]. Differentiable."""
+        """Replace the values of masked tokens, which may be NaN, with 0: [T] or [T, k].
+        Differentiable."""
         # Multiplication would give 0 * NaN = NaN, in the forward and the backward pass.
-        return torch.where(self.trained > 0, values_T, 0.0)
+        trained = self.trained > 0
+        return torch.where(trained if values_T.ndim == 1 else trained[:, None], values_T, 0.0)
 
     def sums(self, values_T: Tensor) -> Tensor:
         """Return the sum over the tokens of each row, [B]; 0 for an empty row. Differentiable."""
@@ -139,7 +147,8 @@ class Loss(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the loss requires, besides the tokens."""
+        """Columns that the loss requires, besides the tokens. With `teacher_ids`, rows also have
+        `candidate_logprobs`."""
         ...
 
     @property

@@ -21,6 +21,7 @@ from .advantages import (
     valid_groups_centred,
 )
 from .aggregation import FixedLength, sequence_mean
+from .distillation import distillation
 from .grpo import grpo
 from .kl import KlPenalty
 from .loss import Loss
@@ -46,6 +47,8 @@ class Method:
     learning_rate: float = 1e-6
     """Default for full-parameter training of models with 0.5B to 8B parameters. Tiny models and
     adapters need a higher rate."""
+    without: tuple[str, ...] = ()
+    """Groups that the graph can take, but does not need."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -53,11 +56,15 @@ class Method:
 
         >>> METHODS["grpo"].groups, METHODS["dpo"].groups, METHODS["simpo"].groups
         (('rollout', 'reward', 'actor'), ('actor', 'reference'), ('actor',))
+        >>> METHODS["distillation"].groups, METHODS["distillation"].with_reward().groups
+        (('rollout', 'teacher', 'actor'), ('rollout', 'reward', 'teacher', 'actor'))
         """
         parameters = inspect.signature(self.graph).parameters
-        needed = [name for name in ("rollout", "reward", "actor", "critic") if name in parameters]
+        known = ("rollout", "reward", "teacher", "actor", "critic")
+        needed = [name for name in known if name in parameters and name not in self.without]
         # A reference group is needed only if the loss or a KL penalty reads its log-probabilities.
-        compares = str(REFERENCE_LOGPROBS) in self._loss.reads or bool(self.settings.get("kl"))
+        reads = () if self._loss is None else self._loss.reads
+        compares = str(REFERENCE_LOGPROBS) in reads or bool(self.settings.get("kl"))
         return (*needed, "reference") if compares else tuple(needed)
 
     @property
@@ -72,6 +79,10 @@ class Method:
     def compares(self) -> bool:
         """Whether the method trains on given pairs of responses."""
         return not self.samples and self.graph is dpo
+
+    def with_reward(self) -> Method:
+        """Return the method with a reward, if it can do without."""
+        return replace(self, without=tuple(name for name in self.without if name != "reward"))
 
     def with_kl(self, coefficient: float) -> Method:
         """Return the method with a KL penalty. Raises a UserError if this is not a policy-gradient
@@ -117,6 +128,7 @@ METHODS: Mapping[str, Method] = {
     "gpg": Method(grpo, {"advantages": valid_groups_centred, "loss": _PLAIN}),
     "pass_at_k": Method(grpo, {"advantages": best_of_group}),
     "ppo": Method(ppo),
+    "distillation": Method(distillation, without=("reward",)),
     "online_dpo": Method(online_dpo, learning_rate=PAIRED),
     "dpo": Method(dpo, learning_rate=PAIRED),
     "rpo": Method(dpo, {"loss": PreferenceLoss(likelihood=1)}, PAIRED),

@@ -41,6 +41,17 @@ class Scorer(Protocol):
         ...
 
 
+class Teacher(Scorer, Protocol):
+    """Computes its likeliest tokens (`workers/reference.py`)."""
+
+    def top_logprobs(
+        self, batch: Any, *, top: int, prompts: str = "prompt_ids", where: tuple[str, Any] | None = None
+    ) -> Any:
+        """Add `teacher_ids` and `teacher_logprobs`: the `top` likeliest tokens at each position of
+        the responses. `where` names a column and the value of the rows that this teacher scores."""
+        ...
+
+
 class Trainable(Protocol):
     """Takes optimizer steps (`workers/actor.py`, `workers/critic.py`)."""
 

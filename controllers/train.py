@@ -58,6 +58,7 @@ def train(
     rewards: Rewards | None = None,
     *,
     method: str = "grpo",
+    teacher: str | Path | None = None,
     held_out: Data | Mapping[str, Data] | None = None,
     reading: ReadArguments | None = None,
     steps: int = 100,
@@ -95,6 +96,8 @@ def train(
         data: Prompts, preference pairs or responses, depending on the method.
         rewards: Reward function, or several. Required if the method samples responses.
         method: Training method; `algorithms/methods.py` lists them.
+        teacher: Folder or Hugging Face id of the teacher, with `method="distillation"`. Rewards are
+            optional then.
         held_out: Rows to evaluate on before the first step, every `evaluate_every` steps, and at
             the end. Give several sets as a mapping from names to rows.
         reading: Fields of `ReadSettings` for `data` and `held_out`, such as `{"prompt":
@@ -120,7 +123,8 @@ def train(
             has started.
     """
     chosen = method_of(method)
-    _check(chosen, method, rewards, held_out)
+    chosen = chosen.with_reward() if rewards is not None else chosen
+    _check(chosen, method, rewards, held_out, teacher)
     # The penalty adds a reference group, so it must come before groups are placed.
     chosen = chosen.with_kl(kl) if kl else chosen
     if lora is not None and not isinstance(lora, Lora):
@@ -135,7 +139,7 @@ def train(
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
     rate = usual if learning_rate is None else learning_rate
     trained = {"learning_rate": rate, **({} if lora is None else {"lora": lora})}
-    groups = _groups(program, chosen, shared, model, rewards, trained)
+    groups = _groups(program, chosen, shared, model, teacher, rewards, trained)
     sampled: dict[str, Any] = {}
     if chosen.samples:
         sampled = {"sampling": Sampling(max_tokens=max_tokens), **({} if n is None else {"n": n})}
@@ -164,8 +168,15 @@ MODEL = "model"
 """Folder of the trained model, in the run directory."""
 
 
-def _check(method: Method, name: str, rewards: object, held_out: object) -> None:
-    if method.samples and rewards is None:
+def _check(method: Method, name: str, rewards: object, held_out: object, teacher: object) -> None:
+    if ("teacher" in method.groups) != (teacher is not None):
+        hint = "give teacher=..., a model with the same tokenizer" if teacher is None else "leave it out"
+        raise UserError(f"method={name!r} with teacher={teacher!r}: {hint}")
+    if held_out is not None and rewards is None and teacher is not None:
+        raise UserError(
+            f"method={name!r}: an evaluation needs rewards; give rewards=..., or leave held_out out"
+        )
+    if "reward" in method.groups and rewards is None:
         raise UserError(
             f"method={name!r} needs a reward for its responses; give rewards=..., a function of `response`"
         )
@@ -199,6 +210,7 @@ def _groups(
     method: Method,
     shared: _SharedDevices,
     model: str | Path,
+    teacher: str | Path | None,
     rewards: Rewards | None,
     trained: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -206,6 +218,7 @@ def _groups(
     workers: Mapping[str, tuple[type, Mapping[str, Any]]] = {
         "rollout": (RolloutWorker, {"model": model, **shared.rollout}),
         "reward": (RewardWorker, {"function": rewards, "tokenizer": model}),
+        "teacher": (ReferenceWorker, {"model": teacher, **shared.model}),
         "actor": (ActorWorker, trained),
         "critic": (CriticWorker, trained),
         "reference": (ReferenceWorker, {"model": model, **shared.model}),

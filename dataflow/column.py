@@ -144,6 +144,20 @@ REFERENCE_LOGPROBS = Column(
     "reference=weft.adapter_off(actor); in a graph of your own, samples = reference.logprobs(samples)",
 )
 
+# Distillation.
+_OF_TEACHER = "a teacher makes it: samples = teacher.top_logprobs(samples, top=64)"
+TEACHER_IDS = Column(
+    "teacher_ids",
+    INTS,
+    "[L * k] the k likeliest tokens of the teacher at each position, position by position",
+    _OF_TEACHER,
+)
+TEACHER_LOGPROBS = Column(
+    "teacher_logprobs", FLOATS, "[L * k] nats, of teacher_ids under the teacher", _OF_TEACHER
+)
+PER_CANDIDATE = frozenset((str(TEACHER_IDS), str(TEACHER_LOGPROBS)))
+"""Columns with k values per response token."""
+
 # Reward models.
 TOKEN_SCORES = Column(
     "token_scores",
@@ -187,6 +201,7 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS),
         *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
         *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
+        *(TEACHER_IDS, TEACHER_LOGPROBS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),

@@ -192,6 +192,12 @@ GROUP/clip_fraction | 0 to 1 | share of tokens with a clipped ratio (for a criti
     | 0.01 to 0.2 | above 0.3: updates are too large
 GROUP/approx_kl | nats/token | divergence from the policy before the update (k3 estimator) | below
     0.02 | above 0.1: updates are too large
+GROUP/divergence | nats/token | divergence from the teacher in distillation, over its likeliest tokens
+  and the tail | falls | stays: the teacher has no influence, or its tokenizer differs
+GROUP/teacher_tail | probability | mass of the teacher outside its likeliest tokens | below 0.05 | above
+  0.2: raise `top`
+GROUP/student_tail | probability | mass of the student outside the teacher's likeliest tokens | falls |
+  grows
 GROUP/kl | nats/token | divergence from the reference, by the loss's estimator; with an adaptive
     penalty: nats per response | grows slowly | grows while the reward falls
 GROUP/kl_coefficient | per nat | coefficient of the adaptive KL penalty

@@ -212,6 +212,9 @@ class PipelineEngine:
     def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self._of_tokens(batch, entropy=True)
 
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        raise RuntimeError("this engine cannot be a teacher of distillation; use weft.ReferenceWorker")
+
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         raise RuntimeError("a policy has no values; use a critic")
 
@@ -226,7 +229,8 @@ class PipelineEngine:
                 if self.stage < self.stages - 1:
                     self._send(out.detach(), self.stage + 1)
                 else:
-                    out, said = loss(out, rows.packed(part, entropies))
+                    computed = {} if entropies is None else {"entropy": entropies}
+                    out, said = loss(out, rows.packed(part, computed))
                     total += float(out.detach())
                     metrics.append(said)
                 kept[one.microbatch] = given, out

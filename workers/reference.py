@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, REFERENCE_LOGPROBS, RESPONSE_IDS, ROUTES
-from ..dataflow.errors import WeightSyncError
+from ..dataflow.column import (
+    IMAGES,
+    PROMPT_IDS,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    ROUTES,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TEMPERATURE,
+)
+from ..dataflow.errors import UserError, WeightSyncError
 from .dispatch import Dispatch
 from .engine_worker import EngineWorker, logprobs_may_read
 from .training.engine import ModelConfig
 from .worker import Context, remote
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..dataflow.graph import Node
+    from ..dataflow.source import Source
     from ..resharding.weights import Weights
 
 
@@ -32,9 +48,17 @@ class ReferenceWorker(EngineWorker):
         self._whole = True
         """Whether all weights have the same version."""
 
+    @classmethod
+    def check(cls, config: ReferenceConfig, nodes: Sequence[Node], source: Source) -> None:
+        super().check(config, nodes, source)
+        for node in nodes:
+            top = node.arguments.get("top", 1)
+            if not isinstance(top, int) or top < 1:
+                raise UserError(f"node {node.name!r}: top must be an integer of at least 1, not {top!r}")
+
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
-        reads=lambda of: (PROMPT_IDS, of),
+        reads=lambda of, prompts: (prompts, of),
         may_read=logprobs_may_read,
         writes=lambda into: (into,),
     )
@@ -44,6 +68,7 @@ class ReferenceWorker(EngineWorker):
         *,
         into: str = str(REFERENCE_LOGPROBS),
         of: str = str(RESPONSE_IDS),
+        prompts: str = str(PROMPT_IDS),
         replay: bool = True,
     ) -> Batch:
         """Compute the log-probability of each response token at the sampling temperature.
@@ -52,17 +77,60 @@ class ReferenceWorker(EngineWorker):
             batch: has the columns `prompt_ids` [P] int32, `of` [L] int32 and, unless it is 1,
                 `temperature` [1] float32.
             into: the column to write, [L] float32 nats.
+            prompts: the column of the prompt that this model reads, [P] int32.
             replay: whether a mixture of experts replays the column `routes`, if it exists. Set it
                 to False unless the model has the trained model's initial weights.
         """
+        self._check_whole()
+        rows = batch.with_columns(response_ids=batch[of], prompt_ids=batch[prompts])
+        if not replay:
+            rows = rows.select([column for column in rows.columns if column != str(ROUTES)])
+        return batch.with_columns(**{into: self.engine.logprobs(rows)})
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=lambda prompts, where: (prompts, RESPONSE_IDS, *([] if where is None else [where[0]])),
+        may_read=(TEMPERATURE, IMAGES, TEACHER_IDS, TEACHER_LOGPROBS),
+        writes=(TEACHER_IDS, TEACHER_LOGPROBS),
+    )
+    def top_logprobs(
+        self,
+        batch: Batch,
+        *,
+        top: int = 64,
+        prompts: str = str(PROMPT_IDS),
+        where: tuple[str, Any] | None = None,
+    ) -> Batch:
+        """Compute the likeliest tokens at each position of the responses, at the sampling temperature:
+        `teacher_ids` [L * top] int32 and `teacher_logprobs` [L * top] float32 nats.
+
+        Args:
+            top: tokens per position; at most the vocabulary. A row needs 8 bytes for each.
+            prompts: the column of the prompt that this model reads, [P] int32.
+            where: a column and a value; other rows keep the tokens of another teacher.
+        """
+        self._check_whole()
+        rows = batch.with_columns(prompt_ids=batch[prompts])
+        mine = np.arange(len(batch))
+        if where is not None:
+            mine = np.flatnonzero([value == where[1] for value in batch[where[0]].to_pylist()])
+        logprobs, ids, cu_seqlens = self.engine.top_logprobs(rows.take(mine), top)
+        ends = cu_seqlens * ids.shape[1]
+        made = Batch.of(teacher_ids=(ids.ravel(), ends), teacher_logprobs=(logprobs.ravel(), ends))
+        # Rows of other teachers keep their tokens, or get none yet.
+        index = np.arange(len(batch))
+        index[mine] = len(batch) + np.arange(len(mine))
+        columns: dict[str, pa.Array] = {}
+        for column in (TEACHER_IDS, TEACHER_LOGPROBS):
+            before = batch[column] if column in batch else pa.array([[]] * len(batch), column.type)
+            columns[str(column)] = pa.concat_arrays([before, made[column]]).take(pa.array(index))
+        return batch.with_columns(**columns)
+
+    def _check_whole(self) -> None:
         if not self._whole:
             raise WeightSyncError(
                 "an update of these weights failed, and no complete version has arrived since"
             )
-        rows = batch.with_columns(response_ids=batch[of])
-        if not replay:
-            rows = rows.select([column for column in rows.columns if column != str(ROUTES)])
-        return batch.with_columns(**{into: self.engine.logprobs(rows)})
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
     def receive_weights(self, weights: Weights) -> str:

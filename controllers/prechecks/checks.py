@@ -29,7 +29,7 @@ from ...dataflow.graph import TRAIN, Graph, Handle
 from ...dataflow.operation import Shape
 from ...dataflow.prompts.prompts import Prompts
 from ...dataflow.runs.directory import check_name
-from ...workers.models.model_folder import find_model_config
+from ...workers.models.model_folder import different_token, find_model_config
 from ..backends.backend import START_TIMEOUT_S
 from ..node_layout import shares_gpus
 from ..placement import Place
@@ -136,7 +136,26 @@ def check_workers(graphs: Iterable[Graph]) -> None:
             handle.worker_class.check(
                 handle.config, [n for n in graph.nodes if n.group == group], graph.source
             )
+        check_tokenizers(graph)
         check_lengths(graph)
+
+
+def check_tokenizers(graph: Graph) -> None:
+    """Check that token ids mean the same for all models that read or sample them."""
+    ids = {str(column) for column in (PROMPT_IDS, *_RESPONSES)}
+    models: dict[str, str | Path] = {}
+    for node in graph.nodes:
+        model = getattr(graph.handles[node.group].config, "model", None) if node.group else None
+        if node.group and model is not None and ids & {*node.reads, *node.writes}:
+            models[node.group] = model
+    if not models:
+        return
+    (first, model), *others = models.items()
+    for group, other in others:
+        if str(other) != str(model) and (found := different_token(model, other)):
+            raise UserError(
+                f"groups {first!r} and {group!r} read the same token ids, but {found}; give both models with the same tokenizer"
+            )
 
 
 def check_schedule(spec: RunSpec) -> None:

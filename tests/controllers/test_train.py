@@ -139,7 +139,9 @@ def test_the_program_of_each_method_has_its_graph_with_its_settings(
     method: str, even: Any, capsys: pytest.CaptureFixture[str]
 ):
     chosen, data = METHODS[method], f"{DATA.get(method, 'prompts')}.jsonl"
-    program = printed(capsys, "model", data, *[even] * chosen.samples, method=method, max_tokens=6)
+    rewards = [even] if "reward" in chosen.groups else []
+    teacher = {"teacher": "model"} if "teacher" in chosen.groups else {}
+    program = printed(capsys, "model", data, *rewards, method=method, max_tokens=6, **teacher)
     names: dict[str, Any] = {}
     exec(compile(program.split("with weft.Driver(")[0], "program", "exec"), names)
     graph = names["training"]
@@ -370,6 +372,12 @@ def test_each_held_out_set_that_has_a_name_is_an_evaluation(
         (
             {"method": "dpo", "rewards": None, "kl": 0.1},
             "kl=0.1: only policy-gradient methods have a KL penalty",
+        ),
+        ({"method": "distillation"}, "method='distillation' with teacher=None: give teacher=..."),
+        ({"teacher": "model"}, "method='grpo' with teacher='model': leave it out"),
+        (
+            {"method": "distillation", "teacher": "model", "rewards": None, "held_out": "prompts.jsonl"},
+            "an evaluation needs rewards",
         ),
         ({"method": "online_dpo", "kl": 0.1}, "preference methods have `beta` of their loss"),
         ({"steps": 0}, "Synchronous.steps: input should be greater than or equal to 1, not 0"),

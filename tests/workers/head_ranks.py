@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from weft.workers.training.head_logprobs import HeadForm, head_logprobs
+from weft.workers.training.head_logprobs import HeadForm, head_logprobs, head_top_logprobs
 
 CASES = {
     "plain": (HeadForm(), 29, False),
@@ -19,17 +19,19 @@ CASES = {
 
 
 def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
-    """Return log-probabilities, entropies and all gradients, gathered."""
+    """Return log-probabilities, entropies, all gradients, and the likeliest tokens, gathered."""
     form, vocabulary, biased = CASES[case]
     torch.manual_seed(0)
     hidden, weight, bias, upstream = (
         torch.randn(*shape, dtype=torch.float64)
         for shape in ((7, 4), (vocabulary, 4), (vocabulary,), (2, 7))
     )
+    # Two tokens per position; in the first one, both are the same.
     targets, temperatures = (
-        torch.randint(vocabulary, (7,)),
+        torch.randint(vocabulary, (7, 2)),
         torch.linspace(0.5, 2, 7, dtype=torch.float64),
     )
+    targets[0] = targets[0, 0]
     leaves = [
         hidden,
         *(
@@ -49,10 +51,20 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
         chunk=3 * 8 * 10,
     )
     assert entropies is not None
-    gradients = torch.autograd.grad((logprobs * upstream[0] + entropies * upstream[1]).sum(), leaves)
+    wanted = (logprobs * torch.stack([upstream[0], upstream[0] - 1], 1)).sum()
+    gradients = torch.autograd.grad(wanted + (entropies * upstream[1]).sum(), leaves)
+    top, ids = head_top_logprobs(
+        leaves[0],
+        leaves[1],
+        leaves[2] if biased else None,
+        2,
+        temperatures,
+        form,
+        chunk=3 * 8 * 10,
+    )
     return [
         each.full_tensor() if isinstance(each, DTensor) else each
-        for each in (logprobs, entropies, *gradients)
+        for each in (logprobs, entropies, *gradients, top, ids)
     ]
 
 

@@ -14,6 +14,7 @@ from spmd import one_step, take_over
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean
 from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
@@ -75,6 +76,10 @@ LOSSES: dict[str, Case] = {
         PolicyLoss(
             correction=(TruncatedImportance(cap=1.2, level="sequence"), Rejection(keep=(0.8, 2.0)))
         )
+    ),
+    "distillation": Case(Distillation()),
+    "distillation with a reward": Case(
+        Distillation(divergence=Jsd(beta=0.3), weight=0.5, policy=PolicyLoss(entropy_coefficient=0.01))
     ),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),

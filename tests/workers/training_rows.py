@@ -54,6 +54,7 @@ def make_pairs(rows: Batch) -> Batch:
     drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
     trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[cu_seqlens])
     episode = np.arange(22) // 3
+    shares = rng.dirichlet(np.ones(4), number)[:, :3].astype(np.float32)
     labels = np.where(rng.random(number) < 0.3, rng.random(number), np.nan).astype(np.float32)
     return rows.with_columns(
         group_id=100 + np.arange(22) // 2,
@@ -64,5 +65,7 @@ def make_pairs(rows: Batch) -> Batch:
         response_mask=(mask, cu_seqlens),
         response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
         step_labels=(labels, cu_seqlens),
+        teacher_ids=(np.argsort(rng.random((number, 97)))[:, :3].ravel(), cu_seqlens * 3),
+        teacher_logprobs=(np.log(shares).ravel(), cu_seqlens * 3),
         **{name: (column, cu_seqlens) for name, column in drawn.items()},
     ).take(np.random.default_rng(1).permutation(22))

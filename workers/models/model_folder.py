@@ -361,6 +361,32 @@ def check_vocabulary(model: str | Path, source: Source) -> None:
             )
 
 
+def different_token(model: str | Path, other: str | Path) -> str:
+    """Name a token id that has different meanings for two models; "" if there is none. One may have
+    more tokens."""
+    files = [find_model_config(each).with_name("tokenizer.json") for each in (model, other)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return ""
+    tokens, others = (_tokens_by_id(file) for file in files)
+    for number in sorted(tokens.keys() & others.keys()):
+        if tokens[number] != others[number]:
+            return f"token {number} is {tokens[number]!r} in {model} and {others[number]!r} in {other}"
+    return ""
+
+
+def _tokens_by_id(file: Path) -> dict[int, str]:
+    content = _read(file)
+    found = {number: token for token, number in _vocabulary(content).items()}
+    return found | {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # a unigram model lists (token, score) by id
+        return {token: number for number, (token, *_) in enumerate(vocabulary)}
+    return vocabulary
+
+
 def _of_settings(model: str | Path) -> Iterator[tuple[str, int]]:
     file = find_model_config(model)
     generation = file.with_name("generation_config.json")
@@ -397,12 +423,9 @@ def _of_tokenizer(model: str | Path) -> Iterator[tuple[str, int]]:
 def _tokenizer_ids(file: Path, _changed: int, _size: int) -> tuple[int, dict[str, int]]:
     """Return the largest ordinary token id (-1 for none), and special tokens' ids by text."""
     content = _read(file)
-    vocabulary = (content.get("model") or {}).get("vocab") or {}
     added = [token for token in content.get("added_tokens") or () if isinstance(token.get("id"), int)]
     special = {token["content"]: token["id"] for token in added if token.get("special")}
-    if isinstance(vocabulary, list):  # a unigram model lists (token, score) by id
-        vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
-    ordinary = [number for token, number in vocabulary.items() if token not in special]
+    ordinary = [number for token, number in _vocabulary(content).items() if token not in special]
     ordinary += [token["id"] for token in added if not token.get("special")]
     return max(ordinary, default=-1), special
 

@@ -259,6 +259,11 @@ class TrainingEngine(Protocol):
         `(values [T], entropies [T] nats, cu_seqlens)`."""
         ...
 
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the k (at most the vocabulary) likeliest tokens at each position of the responses:
+        `(log-probabilities [T, k] nats, largest first, token ids [T, k] int32, cu_seqlens)`."""
+        ...
+
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the scalar head's output for each response token, in the format of `logprobs`."""
         ...

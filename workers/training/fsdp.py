@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...algorithms.loss import Loss
+from ...algorithms.loss import CANDIDATE_LOGPROBS, Loss
 from ...dataflow.batch import Batch
 from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
@@ -170,12 +170,31 @@ class FsdpEngine:
             nullcontext() if adapter else self._sharded.adapter_off(),
         ):
             for part in plan:
-                figures = self._forward(rows, part, entropy=entropies)
-                for of_tokens, found in zip(out, figures, strict=False):
-                    if len(part) and found is not None:
+                logprobs, computed = self._forward(rows, part, entropy=entropies)
+                for of_tokens, found in zip(out, (logprobs, *computed.values()), strict=False):
+                    if len(part):
                         of_tokens[tokens_of(cu_seqlens, part)] = found.cpu().numpy()
         self._sharded.reshard()
         return out, cu_seqlens
+
+    @in_phase("a forward pass", runs_model=True)
+    def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if self.head != "logprobs":
+            raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no tokens")
+        rows, k = self._rows(batch, ()), min(k, self.vocabulary)
+        cu_seqlens = rows.response[1]
+        logprobs = np.zeros((int(cu_seqlens[-1]), k), dtype=np.float32)
+        ids = np.zeros_like(logprobs, dtype=np.int32)
+        plan, _ = self._plan(rows)
+        with torch.no_grad(), self._sharded.precision():
+            for part in plan:
+                self.context.advance()
+                found, tokens = self.model(*rows.inputs(part), top=k)
+                if len(part):
+                    where = tokens_of(cu_seqlens, part)
+                    logprobs[where], ids[where] = found.cpu().numpy(), tokens.cpu().numpy()
+        self._sharded.reshard()
+        return logprobs, ids, cu_seqlens
 
     @in_phase("a forward pass", runs_model=True)
     def losses(self, batch: Batch, loss: Loss) -> np.ndarray:
@@ -187,12 +206,12 @@ class FsdpEngine:
         out = np.zeros(len(batch), dtype=np.float32)
         with torch.no_grad(), self._sharded.precision():
             for part in plan:
-                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                logprobs, computed = self._forward(rows, part, entropy=loss.needs_entropy)
                 of_token = np.repeat(unit[part], lengths[part])
                 for one in np.unique(unit[part]):
                     own = part[unit[part] == one]
                     tokens = torch.from_numpy(np.flatnonzero(of_token == one)).to(self.device)
-                    packed = rows.packed(own, None if entropy is None else entropy[tokens])
+                    packed = rows.packed(own, {c: of[tokens] for c, of in computed.items()})
                     out[own] = loss(logprobs[tokens], packed)[0].item() / len(own)
         self._sharded.reshard()
         return out
@@ -248,9 +267,14 @@ class FsdpEngine:
 
     def _forward(
         self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the head's outputs for a part, [T], and the columns that it computed besides."""
         self.context.advance()
-        return self.model(*rows.inputs(part), entropy=entropy)
+        outputs, entropies = self.model(*rows.inputs(part), entropy=entropy)
+        computed = {} if entropies is None else {"entropy": entropies}
+        if outputs.ndim == 2:
+            outputs, computed[CANDIDATE_LOGPROBS] = outputs[:, 0], outputs[:, 1:]
+        return outputs, computed
 
     # Optimizer steps
 
@@ -283,9 +307,9 @@ class FsdpEngine:
             # All ranks have the same count, so all or none run the passes.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
-                logprobs, entropy = self._forward(rows, part, entropy=loss.needs_entropy)
+                logprobs, computed = self._forward(rows, part, entropy=loss.needs_entropy)
                 if len(part):
-                    loss_sum, metrics = loss(logprobs, rows.packed(part, entropy))
+                    loss_sum, metrics = loss(logprobs, rows.packed(part, computed))
                     parts.append(metrics)
                 else:
                     # Other ranks wait for this rank in the backward pass's collectives.

@@ -4,8 +4,8 @@ The logits of a batch (tokens x vocabulary) are by far its largest tensor. This 
 in chunks of tokens (`memory.py` sets their size), in the forward pass and again in the backward
 pass (StreamBP, arXiv:2506.03077), and accumulates each chunk's gradients before the next. Under
 tensor parallelism, each rank holds the head's rows for some of the token ids. Ranks exchange only
-four numbers per token in the forward pass, and the gradient of the hidden states in the backward
-pass (Vocabulary Parallelism, arXiv:2411.05288).
+four numbers per token in the forward pass (or three, and one per target), and the gradient of the
+hidden states in the backward pass (Vocabulary Parallelism, arXiv:2411.05288).
 """
 
 from __future__ import annotations
@@ -71,26 +71,62 @@ def head_logprobs(
             vocabulary: a `DTensor` on a one-dimensional mesh, split over rows. All ranks then pass
             the same tokens and get the same result.
         bias: [vocabulary], with a gradient and split like `weight`, or None.
-        targets: [T] int64.
+        targets: [T] int64, or [T, m] for m tokens at each position.
         temperatures: [T] float32 without a gradient, or None for 1.
         entropy: whether entropies get a gradient. If not, only passes with gradients return them,
             because they cost little there.
         chunk: bytes of logits to compute at once; None selects a default for the device.
 
     Returns:
-        ([T] nats, the log-probability of each target; [T] nats, the entropy -sum_v p_v log p_v, or
-        None). Both are empty if there are no tokens.
+        (nats in the shape of `targets`, the log-probability of each target; [T] nats, the entropy
+        -sum_v p_v log p_v, or None). Both are empty if there are no tokens.
     """
-    shards = _shards_of(weight)
-    if shards is not None:
-        weight = weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    weight, bias, shards = _own_part(weight, bias)
     trains = torch.is_grad_enabled()
     scales = None if temperatures is None else temperatures.reciprocal()
     chunk = chunk_bytes(hidden.device) if chunk is None else chunk
     how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk)
-    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
-    return logprobs, entropies if how.entropies else None
+    several = targets if targets.ndim == 2 else targets[:, None]
+    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, several, scales, how)
+    return logprobs.view(targets.shape), entropies if how.entropies else None
+
+
+@torch.no_grad()
+def head_top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    temperatures: Tensor | None,
+    form: HeadForm = HeadForm(),
+    *,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find the k likeliest tokens of softmax(z / temperature), one chunk at a time and without a
+    gradient. The arguments are those of `head_logprobs`.
+
+    Returns:
+        ([T, k] nats, their log-probabilities, largest first; [T, k] int64, their ids). k is at most
+        the size of the vocabulary.
+    """
+    weight, bias, shards = _own_part(weight, bias)
+    scales = None if temperatures is None else temperatures.reciprocal()
+    chunk = chunk_bytes(hidden.device) if chunk is None else chunk
+    chunks = _Chunks(hidden, weight, bias, scales, _How(form, shards, False, False, False, chunk))
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for part in chunks.parts():
+        logits = chunks.logits(part)
+        largest, ids = logits.topk(min(k, len(weight)))
+        no_targets = ids[:, :0]
+        found.append((largest, ids, _statistics(logits, no_targets, means=False, replace=False)))
+    if not found:
+        empty = hidden.new_zeros((0, k), dtype=chunks.dtype)
+        return empty, empty.long()
+    largest, ids, own = (torch.cat(each) for each in zip(*found, strict=True))
+    if shards is not None:
+        own = _joined(own, shards)
+        largest, ids = _likeliest_of_ranks(largest, ids + shards.first, k, shards)
+    return largest - own[:, :1] - own[:, 1:2].log(), ids
 
 
 @dataclass(frozen=True)
@@ -101,15 +137,17 @@ class _Shards:
     first: int
 
 
-def _shards_of(weight: Tensor) -> _Shards | None:
+def _own_part(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, _Shards | None]:
+    """Return this rank's part of a head."""
     if not isinstance(weight, DTensor):
-        return None
+        return weight, bias, None
     if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise ValueError(
             "a head must be split over its rows, on one dimension of the mesh; its "
             f"placements are {weight.placements}"
         )
-    return _Shards(weight.device_mesh.get_group(), box_of(weight).starts[0])
+    bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    return weight.to_local(), bias, _Shards(weight.device_mesh.get_group(), box_of(weight).starts[0])
 
 
 @dataclass(frozen=True)
@@ -152,17 +190,18 @@ class _HeadLogprobs(torch.autograd.Function):
             ids = _own_ids(targets[part], how.shards)
             parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
             kept = logits if chunks.kept else None
-        own = torch.cat(parts) if parts else hidden.new_zeros((0, 4), dtype=chunks.dtype)
+        width = 3 + targets.shape[1]
+        own = torch.cat(parts) if parts else hidden.new_zeros((0, width), dtype=chunks.dtype)
         everyones = own if how.shards is None else _joined(own, how.shards)
-        chosen, largest, sums, weighted = everyones.unbind(1)
+        largest, sums, weighted = everyones[:, :3].unbind(1)
         entropies = sums.log() - weighted / sums
         if how.trains:
-            ctx.how, ctx.kept, ctx.below = how, kept, own[:, 1] - largest
+            ctx.how, ctx.kept, ctx.below = how, kept, own[:, 0] - largest
             ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
         # Subtracting in this order avoids rounding errors with large logits.
-        return chosen - largest - sums.log(), entropies
+        return everyones[:, 3:] - largest[:, None] - sums.log()[:, None], entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,6 +211,7 @@ class _HeadLogprobs(torch.autograd.Function):
         # This pass overwrites the kept logits, so a second backward pass must recompute them.
         ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
+        of_all = grads[0].sum(1)
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = bias.new_zeros(bias.shape, dtype=chunks.dtype) if of_bias else None
@@ -181,10 +221,10 @@ class _HeadLogprobs(torch.autograd.Function):
             ids = _own_ids(targets[part], how.shards)
             if kept is not None and how.keeps_exponentials:
                 # Turn exponentials into -grad * p.
-                logits *= (ctx.below.exp() / sums * -grads[0])[:, None]
+                logits *= (ctx.below.exp() / sums * -of_all)[:, None]
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
-                _differentiate(logits, largest[part], sums[part], grads[0][part], to_entropy)
+                _differentiate(logits, largest[part], sums[part], of_all[part], to_entropy)
             _add_to_chosen(logits, ids, grads[0][part])
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
@@ -298,43 +338,59 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
-    """Return [T] targets as row numbers of this rank's part of the head; ids of other ranks are out
-    of range."""
+    """Return targets as row numbers of this rank's part of the head; ids of other ranks are out of
+    range."""
     return targets if shards is None else targets - shards.first
 
 
 def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> Tensor:
-    """Return [T, 4] statistics of logits z [T, vocabulary]: the z of the target (0 on ranks without
-    it), the largest z, and, with y = z - largest, the sum of exp(y) and (if `means`) of y exp(y).
-    `replace` overwrites z with exp(y)."""
-    out = logits.new_zeros(len(logits), 4)
+    """Return [T, 3 + m] statistics of logits z [T, vocabulary]: the largest z, with y = z - largest
+    the sum of exp(y) and (if `means`) of y exp(y), and the z of each target `ids` [T, m] (0 on ranks
+    without it). `replace` overwrites z with exp(y)."""
+    out = logits.new_zeros(len(logits), 3 + ids.shape[1])
     if not logits.shape[1]:
-        out[:, 1] = -torch.inf
+        out[:, 0] = -torch.inf
         return out
     here = (ids >= 0) & (ids < logits.shape[1])
-    out[:, 0] = torch.where(here, logits.gather(1, ids.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0)
+    out[:, 3:] = torch.where(here, logits.gather(1, ids.clamp(0, logits.shape[1] - 1)), 0)
     for rows in _cached_rows(logits):
         part, of = logits[rows], out[rows]
-        torch.amax(part, -1, out=of[:, 1])
-        above = part - of[:, 1, None]
+        torch.amax(part, -1, out=of[:, 0])
+        above = part - of[:, 0, None]
         exponentials = torch.exp(above, out=part) if replace else above.exp() if means else above.exp_()
-        of[:, 2] = exponentials.sum(-1)
+        of[:, 1] = exponentials.sum(-1)
         if means:
-            of[:, 3] = above.mul_(exponentials).sum(-1)
+            of[:, 2] = above.mul_(exponentials).sum(-1)
     return out
 
 
 def _joined(own: Tensor, shards: _Shards) -> Tensor:
-    """Combine the statistics of all ranks in one exchange of four numbers per token."""
+    """Combine the statistics of all ranks in one exchange."""
     ranks = dist.get_world_size(shards.group)
     everyones = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(everyones, own, group=shards.group)
-    chosen, largest, sums, weighted = torch.stack(everyones).unbind(2)
+    of_ranks = torch.stack(everyones)
+    largest, sums, weighted = of_ranks[..., :3].unbind(2)
     most = largest.amax(0)
     below = largest - most  # -inf for a rank without rows, whose sums are 0
     share = below.exp()
     weighted = weighted + torch.where(share > 0, below, 0) * sums
-    return torch.stack([chosen.sum(0), most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
+    joined = torch.stack([most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
+    return torch.cat([joined, of_ranks[..., 3:].sum(0)], 1)
+
+
+def _likeliest_of_ranks(logits: Tensor, ids: Tensor, k: int, shards: _Shards) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of all ranks, [T, k], and their ids. Each rank gives at most k,
+    with their ids in the whole vocabulary."""
+    ranks, missing = dist.get_world_size(shards.group), k - logits.shape[1]
+    logits = F.pad(logits, (0, missing), value=-torch.inf).contiguous()
+    ids = F.pad(ids, (0, missing)).contiguous()
+    everyones = [torch.empty_like(logits) for _ in range(ranks)]
+    of_ids = [torch.empty_like(ids) for _ in range(ranks)]
+    dist.all_gather(everyones, logits, group=shards.group)
+    dist.all_gather(of_ids, ids, group=shards.group)
+    largest, positions = torch.cat(everyones, 1).topk(k)
+    return largest, torch.cat(of_ids, 1).gather(1, positions)
 
 
 def _differentiate(
@@ -358,12 +414,10 @@ def _differentiate(
 
 
 def _add_to_chosen(logits: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Add the term of each target's own logit, `grad` [T], for targets on this rank."""
+    """Add the term of each target's own logit, `grad` [T, m], for targets on this rank."""
     if logits.shape[1]:
         here = (ids >= 0) & (ids < logits.shape[1])
-        logits.scatter_add_(
-            1, ids.clamp(0, logits.shape[1] - 1)[:, None], torch.where(here, grad, 0)[:, None]
-        )
+        logits.scatter_add_(1, ids.clamp(0, logits.shape[1] - 1), torch.where(here, grad, 0))
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
@@ -393,7 +447,8 @@ def logprobs_of_any_head(
         if temperatures is not None:
             logits = logits / temperatures[:, None]
         log_p = F.log_softmax(logits, -1)
-        chosen = log_p.gather(1, targets[:, None])[:, 0]
+        several = targets if targets.ndim == 2 else targets[:, None]
+        chosen = log_p.gather(1, several).view(targets.shape)
         if not (entropy or trains):
             return chosen, chosen
         with torch.set_grad_enabled(entropy and trains):
@@ -411,3 +466,21 @@ def logprobs_of_any_head(
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
     logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
     return logprobs, entropies if entropy or trains else None
+
+
+@torch.no_grad()
+def top_logprobs_of_any_head(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, k: int, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `head_top_logprobs` for heads that do more than multiply, scale and soft-cap."""
+    size = max(1, chunk_bytes(hidden.device) // (4 * logits_of(hidden[:1]).shape[-1]))
+    parts = []
+    for start in range(0, max(1, len(hidden)), size):
+        part = slice(start, start + size)
+        logits = logits_of(hidden[part])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperatures is not None:
+            logits = logits / temperatures[part, None]
+        parts.append(F.log_softmax(logits, -1).topk(k))
+    logprobs, ids = (torch.cat(each) for each in zip(*parts, strict=True))
+    return logprobs, ids

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
-from ...dataflow.column import IMAGES, PROMPT_IDS, RESPONSE_IDS, ROUTES, TEMPERATURE
+from ...dataflow.column import (
+    IMAGES,
+    PER_CANDIDATE,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROUTES,
+    TEACHER_IDS,
+    TEMPERATURE,
+)
 from ...dataflow.errors import UserError
 from ..dispatch import RowCost
 from ..models.images import ImageInputs, ImageReader
@@ -46,7 +54,7 @@ class Microbatches:
     temperatures: np.ndarray | None
     """[rows] float32; None means 1 for all rows."""
     ragged: Mapping[str, Tensor]
-    """Columns with one value per response token, [T]."""
+    """Columns with one value per response token, [T], or with k values, [T, k]."""
     scalars: Mapping[str, Tensor]
     """Columns with one value per row, [rows]."""
     device: torch.device
@@ -100,7 +108,7 @@ class Microbatches:
             # Greedy rows (temperature 0) use the plain logits, like temperature 1.
             if not np.isin(given, (0.0, 1.0)).all():
                 temperatures = np.where(given == 0, np.float32(1), given)
-        ragged = {c: torch.tensor(batch.ragged_numpy(c)[0]) for c in columns if _is_ragged(batch, c)}
+        ragged = {c: _of_tokens(batch, c, vocabulary, owner) for c in columns if _is_ragged(batch, c)}
         scalars = {c: torch.tensor(batch.numpy(c)) for c in columns if not _is_ragged(batch, c)}
         shown = _ShownRows.from_batch(batch, images, owner)
         prompts = batch.ragged_numpy(PROMPT_IDS) if shown is None else shown.prompts
@@ -181,7 +189,8 @@ class Microbatches:
         self, part: np.ndarray
     ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
         """Return the arguments of `ResponseModel` for a part. An empty part gets one token, whose
-        result is ignored."""
+        result is ignored. If the loss reads `teacher_ids`, targets are [T, 1 + k]: the response
+        token, then the teacher's."""
         device = self.device
         if not len(part):
             zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -226,7 +235,12 @@ class Microbatches:
         temperatures = None
         if self.temperatures is not None:
             temperatures = to_device(np.repeat(self.temperatures[part], r_lengths), device)
-        targets = to_device(responses[tokens_of(r_starts, part)].astype(np.int64), device)
+        tokens = tokens_of(r_starts, part)
+        wanted = responses[tokens].astype(np.int64)
+        if str(TEACHER_IDS) in self.ragged:
+            candidates = self.ragged[str(TEACHER_IDS)][torch.from_numpy(tokens)].numpy()
+            wanted = np.concatenate([wanted[:, None], candidates], 1)
+        targets = to_device(wanted, device)
         return to_device(np.concatenate(ids).astype(np.int64), device), rows, read, targets, temperatures
 
     def _routing(
@@ -246,10 +260,9 @@ class Microbatches:
             routes = to_device(np.concatenate(pieces).astype(np.int32), self.device)
         return Routing(to_device(counts.astype(np.float32), self.device), routes)
 
-    def packed(self, part: np.ndarray | None = None, entropy: Tensor | None = None) -> PackedRows:
-        """Return a part on the device, in the format that losses read. `entropy` is [T] float32
-        nats, or None if not computed. Without `part`, return all rows on the host, for the loss to
-        count."""
+    def packed(self, part: np.ndarray | None = None, computed: Mapping[str, Tensor] = {}) -> PackedRows:
+        """Return a part on the device, in the format that losses read, with the columns that the
+        model computed. Without `part`, return all rows on the host, for the loss to count."""
         cu_seqlens = self.response[1]
         if part is None:
             return PackedRows.of(torch.from_numpy(np.diff(cu_seqlens)), **self.ragged, **self.scalars)
@@ -258,9 +271,7 @@ class Microbatches:
         columns = {c: v[tokens] for c, v in self.ragged.items()} | {
             c: v[rows] for c, v in self.scalars.items()
         }
-        columns = {c: to_device(v, self.device) for c, v in columns.items()}
-        if entropy is not None:
-            columns["entropy"] = entropy
+        columns = {c: to_device(v, self.device) for c, v in columns.items()} | computed
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return PackedRows(to_device(ends, self.device), columns, int(ends[-1]))
 
@@ -376,7 +387,7 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
             f"row {_name_of(batch, empty[0])} has an empty prompt, so its first token has no log-probability"
         )
     for column in columns:
-        if _is_ragged(batch, column):
+        if _is_ragged(batch, column) and column not in PER_CANDIDATE:
             wrong = np.flatnonzero(batch.lengths(column) != lengths)
             if len(wrong):
                 i = wrong[0]
@@ -384,6 +395,32 @@ def check_rows(batch: Batch, columns: Iterable[str]) -> None:
                     f"row {_name_of(batch, i)}: column {column!r} has {batch.lengths(column)[i]} values "
                     f"for a response of {lengths[i]} tokens"
                 )
+
+
+def _of_tokens(batch: Batch, column: str, vocabulary: int, owner: str) -> Tensor:
+    """Return a column with one value per response token, [T], or with k values, [T, k] (int64 for
+    token ids)."""
+    values, starts = batch.ragged_numpy(column)
+    if column not in PER_CANDIDATE:
+        return torch.tensor(values)
+    lengths, found = batch.lengths(RESPONSE_IDS), np.diff(starts)
+    k = len(values) // max(1, int(lengths.sum()))
+    wrong = np.flatnonzero(found != k * lengths)
+    if len(wrong):
+        i = wrong[0]
+        raise UserError(
+            f"row {_name_of(batch, i)}: column {column!r} has {found[i]} values for a response of {lengths[i]} tokens, and other rows "
+            f"have about {k} for each token; every row needs a teacher, and all teachers the same `top`"
+        )
+    if column != str(TEACHER_IDS):
+        return torch.tensor(values).view(-1, k)
+    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
+        wrong_id = values.max() if values.max() >= vocabulary else values.min()
+        raise UserError(
+            f"column {column!r} has token id {wrong_id}; {owner} has ids 0 to {vocabulary - 1}: a teacher must have the vocabulary of "
+            "its student"
+        )
+    return torch.tensor(values.astype(np.int64)).view(-1, k)
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:

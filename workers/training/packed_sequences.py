@@ -297,7 +297,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, of_tokens: Tensor, stretches: Stretches, counts: list[int]) -> Tensor:
         ctx.own = slice(sum(counts[: stretches.rank]), sum(counts[: stretches.rank + 1]))
-        padded = F.pad(of_tokens, (0, max(counts) - len(of_tokens)))
+        others = (0, 0) * (of_tokens.ndim - 1)
+        padded = F.pad(of_tokens, (*others, 0, max(counts) - len(of_tokens)))
         come = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(come, padded, group=stretches.group)
         return torch.cat([part[:count] for part, count in zip(come, counts, strict=True)])

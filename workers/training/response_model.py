@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import UserError
 from ..models.images import LANGUAGE, embed, is_type_that_sees, positions, tower_parameters
-from .head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
+from .head_logprobs import (
+    HeadForm,
+    head_logprobs,
+    head_top_logprobs,
+    logprobs_of_any_head,
+    top_logprobs_of_any_head,
+)
 from .packed_sequences import PackedSequences, to_device
 
 if TYPE_CHECKING:
@@ -132,6 +138,7 @@ class ResponseModel(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None,
         entropy: bool = False,
+        top: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities of target tokens, or the outputs of a scalar head, which
         ignores targets and temperatures.
@@ -141,25 +148,28 @@ class ResponseModel(nn.Module):
             rows: assignment of the N tokens to rows.
             predicting: [T] int64 indexes into the N tokens: the token *before* each target, or the
                 positions that a scalar head reads. On the host; ascending if ranks share tokens.
-            targets: [T] int64.
+            targets: [T] int64, or [T, m] for m tokens at each position.
             temperatures: [T] float32: divisors of the logits; None for 1.
             entropy: whether to return entropies of the predicting distributions with a gradient. If
                 not, passes with gradients return them without one, because they compute the logits
                 anyway.
+            top: if above 0, return the likeliest `top` tokens instead, without a gradient.
 
         Returns:
-            ([T] float32 log-probabilities in nats, or outputs of the scalar head; [T] float32
-            entropies in nats, -sum_v p_v log p_v at the temperature, or None).
+            (float32 log-probabilities in nats in the shape of `targets`, or [T] outputs of the
+            scalar head; [T] float32 entropies in nats, -sum_v p_v log p_v at the temperature, or
+            None). With `top`: ([T, top] float32 log-probabilities, largest first; [T, top] int64
+            token ids).
         """
         if self.stretches is not None:
             return self._in_stretches(
-                self.stretches, input_ids, rows, predicting, targets, temperatures, entropy
+                self.stretches, input_ids, rows, predicting, targets, temperatures, entropy, top
             )
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
             return self._values(hidden), None
-        return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy)
+        return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy, top=top)
 
     def _in_stretches(
         self,
@@ -170,6 +180,7 @@ class ResponseModel(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None,
         entropy: bool,
+        top: int,
     ) -> tuple[Tensor, Tensor | None]:
         """Run `forward` on this rank's tokens, and gather the results of all ranks."""
         input_ids, rows = stretches.share(input_ids, rows)
@@ -187,7 +198,7 @@ class ResponseModel(nn.Module):
         else:
             own_temperatures = None if temperatures is None else temperatures[mine]
             values, entropies = self.logprobs_of(
-                outputs, hidden_states, targets[mine], own_temperatures, entropy=entropy
+                outputs, hidden_states, targets[mine], own_temperatures, entropy=entropy, top=top
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
@@ -249,23 +260,24 @@ class ResponseModel(nn.Module):
         temperatures: Tensor | None,
         *,
         entropy: bool,
+        top: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies from the [T, hidden] states before targets."""
+        """Return log-probabilities and entropies from the [T, hidden] states before targets, or the
+        likeliest tokens."""
         if self.head_form is None:
-            return logprobs_of_any_head(
-                lambda states: self.own_logits(outputs, states), hidden, targets, temperatures, entropy
-            )
+
+            def logits_of(states: Tensor) -> Tensor:
+                return self.own_logits(outputs, states)
+
+            if top:
+                return top_logprobs_of_any_head(logits_of, hidden, top, temperatures)
+            return logprobs_of_any_head(logits_of, hidden, targets, temperatures, entropy)
         head = self.causal_lm.get_output_embeddings()
-        return head_logprobs(
-            hidden.to(head.weight.dtype),
-            head.weight,
-            getattr(head, "bias", None),
-            targets,
-            temperatures,
-            self.head_form,
-            entropy=entropy,
-            chunk=self.chunk_bytes,
-        )
+        own = (hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None))
+        form, chunk = self.head_form, self.chunk_bytes
+        if top:
+            return head_top_logprobs(*own, top, temperatures, form, chunk=chunk)
+        return head_logprobs(*own, targets, temperatures, form, entropy=entropy, chunk=chunk)
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """Return [T, vocabulary] logits for [T, hidden] states, as the model computes them after

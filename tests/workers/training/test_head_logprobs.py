@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.workers.training import head_logprobs as module
 from weft.workers.training import memory
-from weft.workers.training.head_logprobs import HeadForm, head_logprobs, logprobs_of_any_head
+from weft.workers.training.head_logprobs import (
+    HeadForm,
+    head_logprobs,
+    head_top_logprobs,
+    logprobs_of_any_head,
+    top_logprobs_of_any_head,
+)
 
 V, H = 23, 5
 
@@ -35,7 +41,8 @@ def plain(
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     distribution = torch.distributions.Categorical(logits=logits)
-    return distribution.log_prob(targets), distribution.entropy()
+    by_target = targets if targets.ndim == 1 else targets.T
+    return distribution.log_prob(by_target).T, distribution.entropy()
 
 
 @given(
@@ -46,6 +53,7 @@ def plain(
     entropy=st.booleans(),
     at_once=st.integers(1, 10),
     keeps=st.booleans(),
+    several=st.sampled_from(((), (1,), (3,))),
     seed=st.integers(0, 2**31),
 )
 def test_gradients_are_those_of_logits_made_at_once(
@@ -56,6 +64,7 @@ def test_gradients_are_those_of_logits_made_at_once(
     entropy: bool,
     at_once: int,
     keeps: bool,
+    several: tuple[int, ...],
     seed: int,
 ):
     made = torch.Generator().manual_seed(seed)
@@ -64,7 +73,8 @@ def test_gradients_are_those_of_logits_made_at_once(
         return torch.randn(*shape, dtype=torch.float64, generator=made)
 
     leaves = [drawn(tokens, H), drawn(V, H), *([drawn(V)] if biased else [])]
-    targets, upstream = torch.randint(V, (tokens,), generator=made), drawn(2, tokens)
+    targets = torch.randint(V, (tokens, *several), generator=made)
+    upstream, of_entropy = drawn(tokens, *several), drawn(tokens)
     temperatures = drawn(tokens).abs() + 0.2 if tempered else None
 
     def outputs(ours: bool) -> list[Tensor]:
@@ -87,11 +97,34 @@ def test_gradients_are_those_of_logits_made_at_once(
             found = plain(own[0], own[1], bias, targets, temperatures, form)
         logprobs, entropies = found
         assert entropies is not None and (entropies.requires_grad == entropy or not ours)
-        loss = (logprobs * upstream[0]).sum() + ((entropies * upstream[1]).sum() if entropy else 0)
+        loss = (logprobs * upstream).sum() + ((entropies * of_entropy).sum() if entropy else 0)
         return [logprobs, entropies, *torch.autograd.grad(loss, own)]
 
     for ours, expected in zip(outputs(True), outputs(False), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+@given(
+    tokens=st.integers(0, 9),
+    form=st.builds(HeadForm, st.sampled_from((1.0, 0.3)), st.sampled_from((None, 2.0))),
+    k=st.integers(1, V),
+    tempered=st.booleans(),
+    at_once=st.integers(1, 10),
+    seed=st.integers(0, 2**31),
+)
+def test_the_likeliest_tokens_are_those_of_logits_made_at_once(
+    tokens: int, form: HeadForm, k: int, tempered: bool, at_once: int, seed: int
+):
+    made = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=made) for shape in ((tokens, H), (V, H), (V,))
+    )
+    temperatures = torch.rand(tokens, dtype=torch.float64, generator=made) + 0.2 if tempered else None
+    logprobs, ids = head_top_logprobs(hidden, weight, bias, k, temperatures, form, chunk=at_once * V * 8)
+    everything = torch.arange(V).expand(tokens, V)
+    expected = plain(hidden, weight, bias, everything, temperatures, form)[0].topk(k)
+    torch.testing.assert_close(logprobs, expected.values)
+    assert ids.tolist() == expected.indices.tolist()
 
 
 def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -121,6 +154,9 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
             )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-5)
+    ours = head_top_logprobs(hidden, weight, None, 4, temperatures)
+    theirs = top_logprobs_of_any_head(lambda x: x @ weight.T, hidden, 4, temperatures)
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
 def test_no_tokens_have_no_logprobs_and_a_gradient_of_zero():

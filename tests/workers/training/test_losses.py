@@ -43,11 +43,12 @@ def with_masked_tails(rows: Batch) -> Batch:
     for name in rows.record.schema.names:
         if pa.types.is_list(rows[name].type) and name != "prompt_ids":
             values, _ = rows.ragged_numpy(name)
-            filled = np.full(len(kept), np.nan if values.dtype.kind == "f" else 0, values.dtype)
+            of_token = np.repeat(kept, len(values) // kept.sum())
+            filled = np.full(len(of_token), np.nan if values.dtype.kind == "f" else 0, values.dtype)
             if name == "response_ids":
                 filled = rng.integers(0, 97, len(kept)).astype(values.dtype)
-            filled[kept] = values
-            columns[name] = (filled, longer)
+            filled[of_token] = values
+            columns[name] = (filled, longer * (len(of_token) // len(kept)))
     return rows.with_columns(**columns)
 
 

@@ -1,0 +1,286 @@
+"""On-policy distillation: a teacher scores the student's own samples, token by token.
+
+distillation(prompts, rollout=rollout, teacher=teacher, actor=actor)                      reverse KL, top 64
+distillation(..., loss=Distillation(divergence=Jsd(beta=0.5)))                            GKD (arXiv:2306.13649)
+distillation(..., reward=reward, n=8, loss=Distillation(weight=0.5, policy=PolicyLoss()))   mixed with a reward
+distillation(..., top=0)                                                                  one log-probability per token
+
+The teacher gives its k likeliest tokens at each position, so rows need memory for k tokens rather
+than for the vocabulary. The other tokens form one more outcome, the tail: the divergence over these
+k + 1 outcomes is exact except for the tail's inside, and at most the divergence over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import Field, model_validator
+
+from ..dataflow.batch import Batch
+from ..dataflow.column import (
+    ADVANTAGES,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    RESPONSE_LOGPROBS,
+    RESPONSE_MASK,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+)
+from ..dataflow.config import Config
+from ..dataflow.errors import UserError
+from ..dataflow.lazy import torch
+from ..dataflow.metrics import Metrics
+from ..dataflow.operation import node
+from ..dataflow.tracing import graph
+from .advantages import Estimator, group_advantages, group_normalized
+from .aggregation import AggregatedLoss
+from .loss import CANDIDATE_LOGPROBS, Loss, PackedRows, observed, response_rows
+from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
+from .protocols import Policy, Rewarder, Rollout, Teacher, scored
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALLEST_TAIL = 1e-6
+"""Least probability of a tail. Below it, float32 rounding errors of the other outcomes dominate."""
+
+
+def with_tail(logprobs: Tensor) -> Tensor:
+    """Append the log-probability of all other tokens: [T, k] to [T, k + 1] nats. Differentiable, also
+    below `SMALLEST_TAIL`.
+
+    >>> with_tail(torch.tensor([[0.5, 0.25]]).log()).exp().tolist()
+    [[0.5, 0.25, 0.25]]
+    """
+    rest = 1 - logprobs.exp().sum(-1, keepdim=True)
+    rest = rest + (rest.clamp(min=SMALLEST_TAIL) - rest).detach()
+    return torch.cat([logprobs, rest.log()], -1)
+
+
+@runtime_checkable
+class Divergence(Protocol):
+    """A divergence between student and teacher."""
+
+    def __call__(self, student: Tensor, teacher: Tensor, /) -> Tensor:
+        """Return the divergence at each position, [T] nats, from log-probabilities [T, m] that add up
+        to probability 1; only the student's have a gradient."""
+        ...
+
+
+class ReverseKl(Config):
+    """KL(student || teacher) = sum_v p_v (log p_v - log q_v) (MiniLLM, arXiv:2306.08543, eq. 1). The
+    student keeps to the likeliest of the teacher's modes.
+
+    >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> round(ReverseKl()(p, q).item(), 4)  # 0.5 log(0.5 / 0.25) + 0.5 log(0.5 / 0.75)
+    0.1438
+    """
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return (student.exp() * (student - teacher)).sum(-1)
+
+
+class ForwardKl(Config):
+    """KL(teacher || student) = sum_v q_v (log q_v - log p_v) (word-level distillation,
+    arXiv:1606.07947, §3.1). The student covers all modes of the teacher.
+
+    >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> round(ForwardKl()(p, q).item(), 4)  # 0.25 log(0.25 / 0.5) + 0.75 log(0.75 / 0.5)
+    0.1308
+    """
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+class Jsd(Config):
+    """Generalised Jensen-Shannon divergence: beta KL(q || m) + (1 - beta) KL(p || m), with the mixture
+    m = beta q + (1 - beta) p of teacher q and student p (GKD, arXiv:2306.13649, eq. 1). At most log 2
+    for beta = 0.5.
+
+    >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> round(Jsd()(p, q).item(), 4)
+    0.0338
+    """
+
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture. Gradients near 0 are like those of the forward KL, and near
+    1 like those of the reverse KL."""
+
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        p, q = student.exp(), teacher.exp()
+        mixture = (self.beta * q + (1 - self.beta) * p).log()
+        return (self.beta * q * (teacher - mixture) + (1 - self.beta) * p * (student - mixture)).sum(-1)
+
+
+class Distillation(AggregatedLoss):
+    """l_t = weight D_t, the divergence between student and teacher at each trained token, plus a
+    policy loss if the rows also have a reward.
+
+    The gradient is exact for the sampled prefixes; it does not include how the student's tokens
+    change later positions (GKD, arXiv:2306.13649, §3).
+
+    >>> rows = PackedRows.of(
+    ...     [1],
+    ...     teacher_ids=[[3, 7]],
+    ...     teacher_logprobs=torch.tensor([[0.5, 0.25]]).log(),
+    ...     candidate_logprobs=torch.tensor([[0.25, 0.25]]).log(),
+    ... )
+    >>> loss_sum, metrics = Distillation(divergence=ForwardKl())(torch.tensor([-1.0]), rows)
+    >>> round(loss_sum.item(), 4)  # 0.5 log(0.5 / 0.25) + 0.25 log(0.25 / 0.5)
+    0.1733
+    >>> metrics["teacher_tail"].value, metrics["student_tail"].value
+    (0.25, 0.5)
+    """
+
+    divergence: Divergence = ReverseKl()
+    """`ReverseKl()`, `ForwardKl()` or `Jsd(beta)`. Choose the forward KL to keep the teacher's
+    diversity."""
+    weight: float = Field(default=1.0, ge=0)
+    """[loss/nat] Weight of the divergence. Lower it to give a reward more influence."""
+    policy: PolicyLoss | None = None
+    """Loss of the advantages from a reward; None trains on the teacher alone."""
+
+    @model_validator(mode="after")
+    def _aggregate_alike(self) -> Distillation:
+        if self.policy is not None and self.policy.aggregation != self.aggregation:
+            raise ValueError(
+                f"aggregation={self.aggregation!r}, but policy has aggregation={self.policy.aggregation!r}; both need the same"
+            )
+        return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (str(TEACHER_IDS), str(TEACHER_LOGPROBS), *(self.policy.reads if self.policy else ()))
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*super().may_read, *(self.policy.may_read if self.policy else ()))))
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.policy is not None and self.policy.needs_entropy
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
+        """Return the loss (a scalar) before the engine divides it by the count, and metrics: the mean
+        `divergence`, and the probability outside the teacher's k tokens for the teacher
+        (`teacher_tail`) and the student (`student_tail`)."""
+        student = with_tail(rows.only_trained(rows[CANDIDATE_LOGPROBS]))
+        teacher = with_tail(rows.only_trained(rows[TEACHER_LOGPROBS]))
+        divergence = rows.only_trained(self.divergence(student, teacher))
+        loss_sum = (self.aggregation.weights(rows) * self.weight * divergence).sum()
+        watched = {"divergence": divergence}
+        watched |= {"teacher_tail": teacher[:, -1].exp(), "student_tail": student[:, -1].exp()}
+        metrics: Metrics = observed(rows.trained > 0, watched)
+        if self.policy is not None:
+            of_policy, more = self.policy(logprobs, rows)
+            return loss_sum + of_policy, {**more, **metrics}
+        return loss_sum, metrics
+
+
+@node(
+    reads=(REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_IDS),
+    may_read=(ADVANTAGES, RESPONSE_MASK),
+    writes=(ADVANTAGES,),
+)
+def teacher_advantages(samples: Batch, *, weight: float = 1.0) -> Batch:
+    """Add `weight` (log q - log p) of each sampled token to its advantage, where q is the teacher
+    (`reference_logprobs`) and p the sampling student: minus the one-sample estimate of the reverse KL
+    (MiniLLM, arXiv:2306.08543, eq. 4, single-step part). Without advantages, start from 0.
+
+    >>> samples = Batch.of(response_ids=[[5, 6]], response_logprobs=[[-1.0, -2.0]], reference_logprobs=[[-0.5, -3.0]])
+    >>> teacher_advantages(samples)["advantages"].to_pylist()
+    [[0.5, -1.0]]
+    """
+    before = [str(ADVANTAGES)] if ADVANTAGES in samples else []
+    rows = response_rows(samples, RESPONSE_IDS, RESPONSE_LOGPROBS, REFERENCE_LOGPROBS, *before)
+    gained = weight * rows.only_trained(rows[REFERENCE_LOGPROBS] - rows[RESPONSE_LOGPROBS])
+    total = gained + rows[ADVANTAGES] if before else gained
+    return samples.with_columns(advantages=(total, rows.cu_seqlens))
+
+
+@graph
+def distillation(
+    prompts: Any,
+    *,
+    rollout: Rollout,
+    teacher: Teacher | Mapping[Any, Teacher],
+    actor: Policy,
+    reward: Rewarder | None = None,
+    harness: Any = None,
+    env: Any = None,
+    n: int = 1,
+    sampling: Sampling = Sampling(),
+    top: int = 64,
+    by: str = "teacher",
+    hints: str | None = None,
+    loss: Loss | None = None,
+    advantages: Estimator = group_normalized,
+    epochs: int = 1,
+    minibatches: int = 1,
+) -> Any:
+    """On-policy distillation (GKD, arXiv:2306.13649): the student (the actor) samples, and moves
+    towards the teacher's distribution at each of its own tokens.
+
+    Args:
+        teacher: a group that computes log-probabilities, such as a `ReferenceWorker` with a larger
+            model and the same tokenizer. Several teachers: a mapping from values of the column `by`.
+        reward, harness, env: a source of rewards, as in `grpo`; then `loss` needs a `policy`.
+        top: the teacher's tokens per position. With 0, the teacher gives only the log-probability of
+            each sampled token, and the difference to the student's is added to the advantages
+            (`teacher_advantages`); `loss` is then a `PolicyLoss`. This takes least memory and has
+            more variance.
+        hints: column of token ids that the teacher reads in place of `prompt_ids`, such as a prompt
+            with the solution. With the student's own model as the teacher, this is self-distillation.
+        loss: default `Distillation()`, or `PolicyLoss()` for `top=0`.
+    """
+    ways: dict[str, Any] = {"reward": reward, "harness": harness, "env": env}
+    rewarded = any(way is not None for way in ways.values())
+    if loss is None:
+        loss = Distillation(policy=PolicyLoss() if rewarded else None) if top else PolicyLoss()
+    _check(loss, top, rewarded, teacher)
+    if rewarded:
+        samples = scored(prompts, rollout=rollout, **ways, n=n, sampling=sampling)
+    else:
+        samples = rollout.generate(prompts, n=n, sampling=sampling)
+    read: dict[str, Any] = {} if hints is None else {"prompts": hints}
+    if not top:
+        samples = teacher.logprobs(samples, into=str(REFERENCE_LOGPROBS), **read)  # pyright: ignore[reportAttributeAccessIssue]
+    elif isinstance(teacher, Mapping):
+        for value, group in teacher.items():
+            samples = group.top_logprobs(samples, top=top, where=(by, value), **read)
+    else:
+        samples = teacher.top_logprobs(samples, top=top, **read)
+    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+        samples = old_logprobs(samples, actor=actor)
+    if rewarded:
+        samples = group_advantages(samples, estimator=advantages)
+    if not top:
+        samples = teacher_advantages(samples)
+    return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
+
+
+def _check(loss: Loss, top: int, rewarded: bool, teacher: object) -> None:
+    distills = str(TEACHER_IDS) in loss.reads
+    if bool(top) != distills:
+        raise UserError(
+            f"distillation(top={top}, loss={loss!r}): "
+            + (
+                "the loss ignores the teacher's tokens; take a Distillation, or top=0"
+                if top
+                else "without the teacher's tokens the loss must be a PolicyLoss; take one, or top=64"
+            )
+        )
+    if top and rewarded and str(ADVANTAGES) not in loss.reads:
+        raise UserError(
+            f"distillation(reward=..., loss={loss!r}): the loss ignores the reward; give it policy=PolicyLoss(), or leave the "
+            "reward out"
+        )
+    if top and not rewarded and str(ADVANTAGES) in loss.reads:
+        raise UserError(
+            f"distillation(loss={loss!r}): the loss reads advantages, but there is no reward; give reward=..., or leave policy out"
+        )
+    if not top and isinstance(teacher, Mapping):
+        raise UserError("distillation(top=0) takes one teacher; several need top=1 or more")

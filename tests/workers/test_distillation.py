@@ -1,0 +1,212 @@
+"""Distillation with real engines: what teachers write, and what students learn."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from training_rows import make_rows
+
+import weft
+from weft.algorithms.distillation import Distillation, ForwardKl, distillation
+from weft.algorithms.policy_loss import PolicyLoss
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import UserError
+from weft.dataflow.graph import Graph
+from weft.dataflow.source import TableSource
+from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.reference import ReferenceConfig, ReferenceWorker
+
+SAMPLING = weft.Sampling(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A student and a teacher with the same words and different weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("models")
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(97)}, unk_token="w0"))
+    for name in ("student", "teacher"):
+        shutil.copytree(tiny_model, folder / name)
+        words.save(str(folder / name / "tokenizer.json"))
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * parameter.std()
+    teacher.save_pretrained(folder / "teacher")
+    return folder / "student", folder / "teacher"
+
+
+def of_teacher(model: Path) -> ReferenceWorker:
+    return ReferenceWorker(ReferenceConfig(model=str(model)))
+
+
+def prompts(**columns: Any) -> TableSource:
+    ids = [[5, 6], [7, 8, 9], [10], [11, 12]]
+    return TableSource("prompts", pa.table({"prompt_ids": ids, **columns}))
+
+
+def step(models: tuple[Path, Path], root: Path, graph: Any = None, **settings: Any) -> dict[str, Any]:
+    """Run one step of distillation, and return its metrics and the student's weights."""
+    student, teacher = models
+    actor = weft.group(ActorWorker, model=str(student), learning_rate=1e-2)
+    rollout = weft.group(weft.RolloutWorker, model=str(student), engine="transformers")
+    rollout.follows(actor)
+    given: dict[str, Any] = {"teacher": weft.group(ReferenceWorker, model=str(teacher)), **settings}
+    source = given.pop("source", prompts())
+    made: Graph = distillation(source, rollout=rollout, actor=actor, n=2, sampling=SAMPLING, **given)
+    schedule = weft.Synchronous(steps=1, prompts_per_step=4)
+    with weft.Driver(made, schedule=schedule, root=root, name="run", progress=False) as driver:
+        *_, metrics = driver.run()
+        driver.call(actor, "save", path=root / "model")
+    return {**metrics, "weights": (root / "model" / "model.safetensors").read_bytes()}
+
+
+def test_a_teacher_writes_its_likeliest_tokens_at_the_temperature_of_the_sample(
+    models: tuple[Path, Path],
+):
+    from transformers import AutoModelForCausalLM
+
+    rows, teacher = make_rows(9), of_teacher(models[1])
+    found = teacher.top_logprobs(rows, top=5)
+    exact = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float64)
+    ids, starts = rows.ragged_numpy("response_ids")
+    for row in range(len(rows)):
+        prompt = rows["prompt_ids"][row].as_py()
+        response = ids[starts[row] : starts[row + 1]].tolist()
+        with torch.no_grad():
+            logits = exact(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        top = (logits / float(rows.numpy("temperature")[row])).log_softmax(-1).topk(5)
+        own = np.array(found["teacher_ids"][row].as_py()).reshape(-1, 5)
+        logprobs = np.array(found["teacher_logprobs"][row].as_py()).reshape(-1, 5)
+        np.testing.assert_allclose(logprobs, top.values.numpy(), atol=1e-5)
+        # Equal probabilities may come in another order.
+        of_own = (
+            (logits / float(rows.numpy("temperature")[row]))
+            .log_softmax(-1)
+            .gather(1, torch.from_numpy(own).long())
+        )
+        np.testing.assert_allclose(of_own.numpy(), top.values.numpy(), atol=1e-5)
+    whole = teacher.top_logprobs(rows, top=1000)
+    assert whole.lengths("teacher_ids").tolist() == (rows.lengths("response_ids") * 97).tolist()
+
+
+def test_each_teacher_scores_its_own_rows(models: tuple[Path, Path]):
+    rows = make_rows(6).with_columns(domain=["math", "code"] * 3)
+    one, two = map(of_teacher, models)
+    found = one.top_logprobs(rows, top=4, where=("domain", "math"))
+    assert found.lengths("teacher_ids").tolist() == [
+        4 * n * (i % 2 == 0) for i, n in enumerate(rows.lengths("response_ids").tolist())
+    ]
+    student = ActorWorker(ActorConfig(model=str(models[0]), learning_rate=1e-3))
+    with pytest.raises(
+        UserError, match=r"column 'teacher_ids' has 0 values .* every row needs a teacher"
+    ):
+        student.update(found, loss=Distillation())
+    found = two.top_logprobs(found, top=4, where=("domain", "code"))
+    for worker, kept in ((one, [0, 2, 4]), (two, [1, 3, 5])):
+        alone = worker.top_logprobs(rows.take(np.array(kept)), top=4)
+        for column in ("teacher_ids", "teacher_logprobs"):
+            assert found.take(np.array(kept))[column].to_pylist() == pytest.approx(
+                alone[column].to_pylist()
+            ) or found.take(np.array(kept))[column].equals(alone[column])
+    student.update(found, loss=Distillation())
+    for worker in (one, two, student):
+        worker.close()
+
+
+def test_the_weight_of_the_teacher_matters(models: tuple[Path, Path], tmp_path: Path):
+    with_reward: dict[str, Any] = {
+        "reward": weft.group(weft.RewardWorker, function=first_token, tokenizer=str(models[0]))
+    }
+    found = {
+        weight: step(
+            models,
+            tmp_path / str(weight),
+            **with_reward,
+            loss=Distillation(weight=weight, policy=PolicyLoss()),
+        )
+        for weight in (0.0, 1.0)
+    }
+    assert found[0.0]["weights"] != found[1.0]["weights"]
+    assert found[1.0]["actor/divergence"] > 0.01 and found[1.0]["actor/max_logprob_gap"] < 1e-4
+
+
+def first_token(response_ids: list[int]) -> float:
+    return response_ids[0] / 97
+
+
+def test_a_student_approaches_its_teacher(models: tuple[Path, Path]):
+    rows, teacher = make_rows(12, seed=3), of_teacher(models[1])
+    scored = teacher.top_logprobs(rows, top=20)
+    student = ActorWorker(ActorConfig(model=str(models[0]), learning_rate=1e-2))
+    loss = Distillation(divergence=ForwardKl())
+    divergences = [student.update(scored, loss=loss)["divergence"].value for _ in range(15)]
+    assert divergences[-1] < 0.3 * divergences[0]
+    student.close()
+    teacher.close()
+
+
+def test_a_student_that_is_its_teacher_with_a_hint_learns_from_the_hint(
+    models: tuple[Path, Path], tmp_path: Path
+):
+    student = models[0]
+    plain = step((student, student), tmp_path / "plain")
+    assert plain["actor/divergence"] == pytest.approx(0, abs=1e-5)
+    hinted = prompts(hinted_ids=[[5, 6, 40], [7, 8, 9, 41], [10, 42], [11, 12, 43]])
+    found = step((student, student), tmp_path / "hinted", source=hinted, hints="hinted_ids")
+    assert found["actor/divergence"] > 1e-4
+
+
+def test_one_log_probability_per_token_is_an_advantage(models: tuple[Path, Path], tmp_path: Path):
+    found = step(models, tmp_path, top=0)
+    assert "actor/clip_fraction" in found and found["actor/grad_norm"] > 0
+
+
+def test_models_with_different_tokens_are_refused(models: tuple[Path, Path], tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(models[1], other)
+    words = {f"w{token}": token for token in range(97)} | {"w3": 4, "w4": 3}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(other / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"token 3 is 'w3' in .*student and 'w4' in .*other; give both"):
+        step((models[0], other), tmp_path / "runs")
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"loss": PolicyLoss()}, "the loss ignores the teacher's tokens; take a Distillation, or top=0"),
+        ({"loss": Distillation(), "top": 0}, "the loss must be a PolicyLoss"),
+        ({"loss": Distillation(policy=PolicyLoss())}, "there is no reward; give reward=..."),
+        ({"top": -1}, "top must be an integer of at least 1, not -1"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    settings: dict[str, Any], says: str, models: tuple[Path, Path], tmp_path: Path
+):
+    with pytest.raises(UserError) as refused:
+        step(models, tmp_path, **settings)
+    assert says in str(refused.value)
+
+
+def test_rows_that_a_teacher_damaged_are_refused(models: tuple[Path, Path]):
+    student = ActorWorker(ActorConfig(model=str(models[0]), learning_rate=1e-3))
+    rows = Batch.of(
+        prompt_ids=[[1], [2]],
+        response_ids=[[3, 4], [5]],
+        teacher_ids=[[1, 2, 3, 99], [5, 6]],
+        teacher_logprobs=[[-1.0] * 4, [-1.0] * 2],
+    )
+    with pytest.raises(
+        UserError, match=r"column .teacher_ids. has token id 99; .* must have the vocabulary"
+    ):
+        student.update(rows, loss=Distillation())
+    student.close()
