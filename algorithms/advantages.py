@@ -7,7 +7,7 @@ node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -97,6 +97,24 @@ def group_centred(outcomes: Outcomes) -> Tensor:
     [0.5, -0.5, 0.0, 0.0]
     """
     return _centred(outcomes)[0].float()
+
+
+def batch_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
+    """A_i = (r_i - mean(r) over i's group) / (std(r) over all episodes of the call + epsilon) (Lite
+    PPO, arXiv:2508.08221).
+
+    A group of nearly equal rewards keeps small advantages, which its own standard deviation would
+    enlarge. std is the sample standard deviation, around the mean of all rewards. A call covers the
+    whole step under `Synchronous`, or the ready groups under other schedules. Exactly 0 in a group
+    of one row or of equal rewards.
+
+    >>> batch_normalized(Outcomes.of([1.0, 0.0, 3.0, 2.0], groups=[0, 0, 1, 1])).tolist()
+    [0.3872..., -0.3872..., 0.3872..., -0.3872...]
+    """
+    centred, _ = _centred(outcomes)
+    rewards = outcomes.rewards.float().double()
+    deviation = rewards.std() if len(rewards) > 1 else torch.zeros((), dtype=torch.float64)
+    return (centred / (deviation + epsilon)).float()
 
 
 def leave_one_out(outcomes: Outcomes) -> Tensor:
@@ -193,9 +211,54 @@ class GreedyBaseline:
 
 greedy_baseline = GreedyBaseline()
 
+
+@dataclass(frozen=True)
+class RewardNormalized:
+    """A_i = normalize(sum_k w_k a_ki), where a_k is `group_normalized` of the k-th reward (GDPO,
+    arXiv:2601.05242). The sum is normalized over all episodes of the call, to mean 0 and standard
+    deviation 1.
+
+    Normalizing the sum of the rewards, as GRPO does, gives different combinations of rewards the
+    same advantage. This one keeps them apart, and a reward with a large range does not drown
+    others.
+
+    >>> columns = {"reward/right": [1.0, 0.0, 0.0, 1.0], "reward/short": [0.0, 1.0, 0.0, 1.0]}
+    >>> outcomes = Outcomes.of([1.0, 1.0, 0.0, 2.0], [0, 0, 0, 0], **columns)
+    >>> RewardNormalized(("reward/right", "reward/short"))(outcomes).tolist()
+    [0.0, 0.0, -1.2247..., 1.2247...]
+    """
+
+    rewards: tuple[str, ...]
+    """Columns of the rewards, such as "reward/right" of a reward function `right`."""
+    weights: tuple[float, ...] = ()
+    """Weight of each reward; () weighs all equally."""
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.rewards or (self.weights and len(self.weights) != len(self.rewards)):
+            raise UserError(
+                f"RewardNormalized takes at least one column of rewards and one weight for each, not rewards={self.rewards!r} and "
+                f"weights={self.weights!r}"
+            )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.rewards
+
+    def __call__(self, outcomes: Outcomes) -> Tensor:
+        total = torch.zeros(len(outcomes.groups), dtype=torch.float64)
+        for column, weight in zip(self.rewards, self.weights or [1.0] * len(self.rewards), strict=True):
+            own = replace(outcomes, rewards=outcomes[column])
+            total += weight * group_normalized(own, epsilon=self.epsilon).double()
+        if len(total) < 2:
+            return total.float()
+        return ((total - total.mean()) / (total.std() + self.epsilon)).float()
+
+
 GROUP_RELATIVE = (
     group_normalized,
     group_centred,
+    batch_normalized,
     leave_one_out,
     length_weighted,
     valid_groups_centred,

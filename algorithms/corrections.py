@@ -4,6 +4,7 @@ to the trainer's.
 TruncatedImportance(cap=2.0)                                  the weight is the ratio, at most `cap`
 Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
 (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
+DriftRejection(limit=0.5)                                     leave out bad responses that have drifted
 
 An update involves three policies. The *generator* (behavior policy) sampled the tokens, perhaps
 with older weights or other numerics. The *trainer* is the policy in its own engine before the
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 
 from pydantic import Field, model_validator
 
+from ..dataflow.column import ADVANTAGES
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
 from .loss import PackedRows
@@ -133,6 +135,32 @@ class Rejection(RatioCorrection):
         smallest, largest = self.keep
         inside = (ratio >= smallest) & (ratio <= largest)
         return inside.to(ratio.dtype), torch.zeros_like(inside), ~inside
+
+
+class DriftRejection(Config):
+    """Mask responses with a negative advantage that the trainer finds much less likely than the
+    generator did: mean_t (log p_generator - log p_trainer) > limit (off-policy sequence masking,
+    DeepSeek-V3.2, arXiv:2512.02556, §3.1). Such responses are mistakes that the policy no longer
+    makes.
+
+    As with `Rejection`, masked tokens have no policy gradient, but count in the mean of the loss.
+
+    >>> rows = PackedRows.of([2, 2, 1], advantages=[-1.0, -1.0, 1.0, 1.0, -1.0])
+    >>> DriftRejection(limit=0.5)(torch.tensor([-2.0, 0.0, -2.0, 0.0, -0.1]), rows)[0].tolist()
+    [0.0, 0.0, 1.0, 1.0, 1.0]
+    """
+
+    limit: float = Field(default=0.5, gt=0)
+    """[nats/token] Mean drift above which a response is masked. Lower it if training on stale rows
+    is unstable."""
+
+    weighs: ClassVar[bool] = False
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        drift = -sequence_ratio(log_ratio.detach(), rows)
+        # NaN fails the comparison, so its row is masked if its advantage is negative.
+        masked = (rows.only_trained(rows[ADVANTAGES]) < 0) & ~(drift <= self.limit)
+        return (~masked).to(drift.dtype), torch.zeros_like(masked), masked
 
 
 def combined(

@@ -11,7 +11,9 @@ from ..dataflow.column import (
     BASELINE_REWARD,
     EPISODE_ID,
     EPISODE_ROWS,
+    FINISH_REASON,
     REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
     RESPONSE_MASK,
 )
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum
@@ -110,6 +112,36 @@ def first_of_group(
     return samples.take(np.flatnonzero(np.bincount(index)[index] == samples.numpy(EPISODE_ROWS)))
 
 
+@node(
+    reads=(FINISH_REASON, RESPONSE_IDS),
+    may_read=(RESPONSE_MASK, EPISODE_ID),
+    writes=(RESPONSE_MASK,),
+)
+def mask_truncated(samples: Batch) -> tuple[Batch, Metrics]:
+    """Mask responses that reached the length limit (overlong filtering, DAPO, arXiv:2503.14476,
+    §3.4): a reward of 0 for them says nothing about their content. Of an episode with a truncated
+    row, mask all rows.
+
+    Before `group_advantages`, the masked responses do not vote in their group either; after it, they
+    do. The metric `truncated_rows` counts the masked rows.
+
+    >>> samples = Batch.of(response_ids=[[5, 6], [7]], finish_reason=["length", "stop"])
+    >>> mask_truncated(samples)[0]["response_mask"].to_pylist()
+    [[0, 0], [1]]
+    """
+    _, cu_seqlens = samples.ragged_numpy(RESPONSE_IDS)
+    truncated = np.array(samples[FINISH_REASON].to_pylist(), dtype=object) == "length"
+    if EPISODE_ID in samples:
+        index = samples.groups(EPISODE_ID)[1]
+        truncated = np.bincount(index, weights=truncated)[index] > 0
+    mask = np.ones(int(cu_seqlens[-1]), np.uint8)
+    if RESPONSE_MASK in samples:
+        mask = samples.ragged_numpy(RESPONSE_MASK)[0].copy()
+    mask[np.repeat(truncated, np.diff(cu_seqlens))] = 0
+    counted = {"truncated_rows": Sum(float(truncated.sum()))}
+    return samples.with_columns(response_mask=(mask, cu_seqlens)), counted
+
+
 @node(shape=Shape.FILTER, reads=lambda by: (by,), may_read=(EPISODE_ID, RESPONSE_MASK), takes=GROUPS)
 def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Metrics]:
     """Drop groups of equal rewards (dynamic sampling, DAPO, arXiv:2503.14476, eq. 11), including
@@ -118,6 +150,11 @@ def drop_zero_variance(samples: Batch, *, by: str = "reward") -> tuple[Batch, Me
 
     In training, other prompts replace the dropped groups. If all groups have equal rewards,
     sampling never ends.
+
+    Args:
+        by: the column to compare. The default `reward` is the sum of all reward functions, so a
+            shaping term such as a length penalty hides groups of equal outcomes. Name the outcome
+            then: `by="reward/correct"` for a function `correct`.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> kept, metrics = drop_zero_variance(samples)

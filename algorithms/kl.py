@@ -150,3 +150,7 @@ class KlPenalty(Config):
     estimator: Callable[..., Any] = k3
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k1`, `k2`, `k3`, `absolute` or
     a `StraightThrough` of two of them. Choose `k1` for an unbiased value, `k3` for low variance."""
+    weighted: bool = False
+    """Multiply the estimate by the ratio of current and old policy, with a gradient. The value is then
+    unbiased for stale rows, and the gradient includes how the sampling changes (the score function):
+    with `k1` or `k3`, it is that of the KL divergence itself (arXiv:2506.09477)."""

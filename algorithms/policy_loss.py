@@ -5,6 +5,7 @@ PolicyLoss(aggregation=sequence_mean, kl=KlPenalty(coefficient=0.04))           
 PolicyLoss(aggregation=fixed_length(1024))                              Dr. GRPO
 PolicyLoss(surrogate=Clipped(high=0.28))                                DAPO
 PolicyLoss(surrogate=Clipped(low=3e-4, high=4e-4), ratio=sequence_ratio, aggregation=sequence_mean)          GSPO
+PolicyLoss(ratio=GeometricRatio(), surrogate=Unclipped(), aggregation=sequence_mean)                         GMPO
 PolicyLoss(surrogate=Cispo(high=4.0))                                   CISPO
 PolicyLoss(surrogate=Sapo(), aggregation=sequence_mean)                 SAPO
 PolicyLoss(correction=TruncatedImportance(cap=2.0))                     truncated importance sampling (TIS)
@@ -173,6 +174,8 @@ class PolicyLoss(AggregatedLoss):
                 counted["masked_rows"] = rows.counted & (left == 0)
         if self.kl:
             kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))
+            if self.kl.weighted:
+                kl = kl * log_ratio.clamp(max=MAX_LOG_RATIO).exp()
             losses, watched["kl"] = losses + self.kl.coefficient * kl, kl
         if self.needs_entropy or "entropy" in rows:
             watched["entropy"] = only(rows["entropy"])

@@ -5,6 +5,10 @@ PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                        
 PreferenceLoss(comparison=RobustLogistic(label_smoothing=0.1))                      robust DPO
 PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1)) IPO
 PreferenceLoss(comparison=Hinge())                                                  the hinge of SLiC, on log-ratios
+PreferenceLoss(comparison=ApoZero())                                                APO-zero; ApoDown(): APO-down
+PreferenceLoss(comparison=NoiseContrastive())                                       NCA on pairs
+PreferenceLoss(comparison=DiscoPop())                                               DiscoPOP
+PreferenceLoss(score=DivergenceRatio(divergence="js"))                              f-DPO
 PreferenceLoss(score=LogRatio(per_token=True))                                      length-normalised DPO
 PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)               SimPO
 PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
@@ -20,8 +24,9 @@ response, and s_l the score of the other. Every loss on pairs has the form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -31,6 +36,7 @@ from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
 from .loss import FrozenLoss, PackedRows, observed
+from .surrogates import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +76,29 @@ class LogRatio(LikelihoodScore):
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
         return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
+
+
+class DivergenceRatio(Config):
+    """s = f'(u) for the ratio u = p(y) / p_ref(y): DPO under another divergence from the reference
+    (f-DPO, arXiv:2309.16240). "forward_kl": s = -1 / u; "js": s = log(2 u / (1 + u)).
+    `LogRatio` is the case of the reverse KL.
+
+    >>> rows = PackedRows.of([1], reference_logprobs=[-1.0])
+    >>> [DivergenceRatio(divergence=name)(torch.tensor([-1.0]), rows).tolist() for name in ("forward_kl", "js")]
+    [[-1.0], [0.0]]
+    """
+
+    divergence: Literal["forward_kl", "js"] = "js"
+    """Divergence that holds the policy near the reference. Choose "js" for more diversity than DPO's
+    reverse KL, "forward_kl" for the most."""
+
+    reads: ClassVar[tuple[str, ...]] = (str(REFERENCE_LOGPROBS),)
+
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
+        ratio = _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, per_token=False)
+        if self.divergence == "forward_kl":
+            return -torch.exp(-ratio.clamp(min=-MAX_LOG_RATIO))
+        return math.log(2) + torch.nn.functional.logsigmoid(ratio)
 
 
 class LogLikelihood(LikelihoodScore):
@@ -181,6 +210,70 @@ class Hinge(Config):
         return (1 - ahead).clamp(min=0)
 
 
+class DiscoPop(Config):
+    """l = -(1 - g) log sigmoid(z) + g exp(-z), with the gate g = sigmoid(z / temperature) (DiscoPOP,
+    arXiv:2406.08414): logistic for pairs in the wrong order, exponential for others.
+
+    >>> DiscoPop()(torch.tensor([0.0])).tolist()  # (log 2 + 1) / 2
+    [0.8465...]
+    """
+
+    temperature: float = Field(default=0.05, gt=0)
+    """[reward] Width of the change from one loss to the other."""
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        gate = torch.sigmoid(ahead / self.temperature)
+        return -(1 - gate) * torch.nn.functional.logsigmoid(ahead) + gate * torch.exp(-ahead)
+
+
+# Separate comparisons map both rewards, beta s_w and beta s_l, to losses [P].
+
+
+class SeparateComparison(Config):
+    """A comparison that also depends on how likely each response is, not only on their difference."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ApoZero(SeparateComparison):
+    """l = 1 - sigmoid(r_w) + sigmoid(r_l) (APO-zero, arXiv:2408.06266): raises the preferred
+    response above the reference and lowers the other below. Choose it if preferred responses are
+    better than the model's.
+
+    >>> ApoZero()(torch.tensor([0.0]), torch.tensor([0.0])).tolist()
+    [1.0]
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+class ApoDown(SeparateComparison):
+    """l = sigmoid(r_w) + 1 - sigmoid(r_w - r_l) (APO-down, arXiv:2408.06266): lowers both
+    responses, the preferred one less. Choose it if the model is better than preferred responses.
+
+    >>> ApoDown()(torch.tensor([0.0]), torch.tensor([0.0])).tolist()
+    [1.0]
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+class NoiseContrastive(SeparateComparison):
+    """l = -log sigmoid(r_w) - (log sigmoid(-r_w) + log sigmoid(-r_l)) / 2 (NCA on pairs,
+    arXiv:2402.05369): keeps the preferred response likely, which DPO does not.
+
+    >>> NoiseContrastive()(torch.tensor([0.0]), torch.tensor([0.0])).tolist()  # 2 log 2
+    [1.3862...]
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        log_sigmoid = torch.nn.functional.logsigmoid
+        return -log_sigmoid(chosen) - (log_sigmoid(-chosen) + log_sigmoid(-rejected)) / 2
+
+
 class PairLoss(FrozenLoss):
     """A loss on pairs: groups of two rows, one of them `preferred`. Counts pairs with a trained
     token in both responses."""
@@ -257,7 +350,8 @@ class PreferenceLoss(PairLoss):
     `LogOdds` to train without a reference."""
     comparison: Callable[..., Any] = Logistic()
     """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`,
-    `Squared` or `Hinge`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
+    `Squared`, `Hinge` or `DiscoPop`; or one of both rewards, without a margin: `ApoZero`, `ApoDown`
+    or `NoiseContrastive`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
     contradict each other."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison term (ORPO's lambda). Lower it to give the likelihood term
@@ -266,6 +360,14 @@ class PreferenceLoss(PairLoss):
     """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
     trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less
     likely."""
+
+    @model_validator(mode="after")
+    def _separate_rewards_have_no_margin(self) -> PreferenceLoss:
+        if isinstance(self.comparison, SeparateComparison) and self.margin != 0:
+            raise ValueError(
+                f"comparison={self.comparison!r} compares no difference, so margin must be 0, not {self.margin!r}"
+            )
+        return self
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -277,8 +379,12 @@ class PreferenceLoss(PairLoss):
         chosen, rejected, paired = self._sides(rows)
         rewards = self.beta * self.score(logprobs, rows)
         # Neighbors that are not a pair may have NaN, so mask them before and after the loss.
-        ahead = torch.where(paired, rewards[chosen] - rewards[rejected], 0.0)
-        losses = self.weight * self.comparison(ahead - self._margin(rows, chosen))
+        of_chosen, of_rejected = (torch.where(paired, rewards[side], 0.0) for side in (chosen, rejected))
+        if isinstance(self.comparison, SeparateComparison):
+            losses = self.weight * self.comparison(of_chosen, of_rejected)
+        else:
+            ahead = of_chosen - of_rejected - self._margin(rows, chosen)
+            losses = self.weight * self.comparison(ahead)
         sums = _of_rows(logprobs, rows, per_token=False)
         watched = {"chosen_logprob": sums[chosen], "rejected_logprob": sums[rejected]}
         if self.likelihood:

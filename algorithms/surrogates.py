@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_ch
 
 from pydantic import Field, model_validator
 
+from ..dataflow.column import ADVANTAGES
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
@@ -80,6 +81,18 @@ class Clipped(Config):
             most = torch.where(advantages < 0, -self.dual * advantages, torch.inf)
             losses, clipped = torch.minimum(losses, most), clipped | (losses > most)
         return losses, clipped
+
+
+class Unclipped(Config):
+    """-r A: the importance-weighted policy gradient, without a bound. Use it with a ratio that is
+    bounded itself (`GeometricRatio`).
+
+    >>> Unclipped()(torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([1.5]))[0].tolist()
+    [-3.0]
+    """
+
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return -ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 class Cispo(Config):
@@ -188,6 +201,43 @@ def sequence_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
     """
     means_B = rows.sums(log_ratio * rows.trained) / rows.trained_lengths.clamp(min=1)
     return rows.per_token(means_B)
+
+
+def sequence_token_ratio(log_ratio: Tensor, rows: PackedRows) -> Tensor:
+    """GSPO-token (arXiv:2507.18071, eq. 14): the value of `sequence_ratio` at each token, with the
+    gradient of the token's own ratio. With equal advantages in a response, the loss and the gradient
+    are GSPO's; unlike there, advantages may differ by token.
+
+    >>> import torch
+    >>> sequence_token_ratio(torch.tensor([0.5, -0.25, 1.0]), PackedRows.of([2, 1])).tolist()
+    [0.125, 0.125, 1.0]
+    """
+    return sequence_ratio(log_ratio, rows).detach() + log_ratio - log_ratio.detach()
+
+
+class GeometricRatio(Config):
+    """GMPO (arXiv:2507.20673): the geometric mean over a response of its tokens' ratios, each
+    clipped to [e^-low, e^high] on the side that its advantage would exploit. As a log-ratio [T],
+    equal for all tokens of a row.
+
+    Clipping is done here, so the surrogate must not clip: `PolicyLoss(ratio=GeometricRatio(),
+    surrogate=Unclipped(), aggregation=sequence_mean)`.
+
+    >>> import torch
+    >>> rows = PackedRows.of([2], advantages=[1.0, 1.0])
+    >>> GeometricRatio(low=0.4, high=0.4)(torch.tensor([0.8, -0.6]), rows).tolist()  # (0.4 - 0.6) / 2
+    [-0.10..., -0.10...]
+    """
+
+    low: float = Field(default=0.4, ge=0)
+    """[nats] Lower bound of a token's log-ratio, for negative advantages."""
+    high: float = Field(default=0.4, ge=0)
+    """[nats] Upper bound of a token's log-ratio, for positive advantages."""
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Tensor:
+        positive = rows.only_trained(rows[ADVANTAGES]) > 0
+        clipped = torch.where(positive, log_ratio.clamp(max=self.high), log_ratio.clamp(min=-self.low))
+        return sequence_ratio(clipped, rows)
 
 
 def sequence_product(log_ratio: Tensor, rows: PackedRows) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 
 from weft.algorithms.advantages import (
     Outcomes,
+    RewardNormalized,
+    batch_normalized,
     best_of_group,
     greedy_baseline,
     group_advantages,
@@ -26,9 +28,10 @@ ESTIMATORS = [
     leave_one_out,
     length_weighted,
     valid_groups_centred,
+    batch_normalized,
     best_of_group,
 ]
-WITHIN_A_GROUP = [e for e in ESTIMATORS if e is not valid_groups_centred]
+WITHIN_A_GROUP = [e for e in ESTIMATORS if e not in (valid_groups_centred, batch_normalized)]
 
 
 def random_outcomes(num_rows: int = 200, num_groups: int = 40) -> Outcomes:
@@ -62,6 +65,7 @@ def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
                 leave_one_out: r[i] - others.mean(),
                 length_weighted: r[i] - (lengths[rows] * r).sum() / lengths[rows].sum(),
                 valid_groups_centred: (r[i] - r.mean()) * len(rewards) / num_valid,
+                batch_normalized: (r[i] - r.mean()) / (rewards.astype(float).std(ddof=1) + 1e-6),
                 best_of_group: max(r) - max(others),
             }[estimator]
     return out
@@ -114,6 +118,23 @@ def test_the_advantages_of_best_of_group_are_the_gradient_of_the_expected_best()
     )
     surrogate = (weights.detach() * (advantages * p[draws].log()).sum(1)).sum()
     torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+
+def test_each_reward_is_normalised_before_they_are_added():
+    rng = np.random.default_rng(1)
+    outcomes = random_outcomes()
+    columns = {"reward/right": outcomes.rewards, "reward/long": 1000 * torch.from_numpy(rng.random(200))}
+    outcomes = Outcomes(outcomes.rewards, outcomes.groups, outcomes.lengths, columns)
+    estimator = RewardNormalized(("reward/right", "reward/long"), weights=(1.0, 0.5))
+    total = np.zeros(200)
+    for (name, column), weight in zip(columns.items(), (1.0, 0.5), strict=True):
+        own = Outcomes(column, outcomes.groups, outcomes.lengths)
+        assert name in estimator.reads
+        total += weight * reference(group_normalized, own)
+    expected = (total - total.mean()) / total.std(ddof=1)
+    np.testing.assert_allclose(estimator(outcomes).numpy(), expected, atol=1e-4)
+    with pytest.raises(UserError, match="one weight for each"):
+        RewardNormalized(("a", "b"), weights=(1.0,))
 
 
 def test_the_greedy_response_is_the_baseline():

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
-from weft.algorithms.corrections import Correction, Level, Rejection, TruncatedImportance, combined
+from weft.algorithms.corrections import (
+    Correction,
+    DriftRejection,
+    Level,
+    Rejection,
+    TruncatedImportance,
+    combined,
+)
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import Clipped, sequence_ratio, token_ratio
@@ -149,6 +156,16 @@ def numbers(metrics: Any) -> dict[str, float]:
 # By hand
 
 LN2 = math.log(2)
+
+
+def test_only_bad_responses_that_drifted_are_masked():
+    rows = PackedRows.of(
+        [2, 2, 2, 1], advantages=[-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0], response_mask=[1] * 5 + [0, 0]
+    )
+    drift = torch.tensor([-1.2, 0.0, -9.0, -9.0, -0.4, -9.0, -9.0])
+    weights, truncated, masked = DriftRejection(limit=0.5)(rows.only_trained(drift), rows)
+    assert weights.tolist() == [0, 0, 1, 1, 1, 1, 1] and not truncated.any()
+    assert masked.tolist() == [True, True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weft.algorithms.grpo import drop_zero_variance
+from weft.algorithms.grpo import drop_zero_variance, mask_truncated
 from weft.dataflow.batch import Batch
 
 
@@ -24,6 +24,18 @@ def test_groups_of_equal_rewards_are_dropped_and_counted():
 def test_a_group_with_a_reward_that_is_not_a_number_is_not_hidden(rewards: list[float]):
     kept, _ = drop_zero_variance(Batch.of(group_id=[1, 1], reward=rewards))
     assert len(kept) == 2
+
+
+def test_an_episode_with_a_truncated_row_is_masked():
+    samples = Batch.of(
+        response_ids=[[1, 2], [3], [4, 5]],
+        response_mask=[[1, 0], [1], [1, 1]],
+        finish_reason=["stop", "length", "stop"],
+        episode_id=[7, 7, 8],
+    )
+    masked, metrics = mask_truncated(samples)
+    assert masked["response_mask"].to_pylist() == [[0, 0], [0], [1, 1]]
+    assert metrics["truncated_rows"].value == 2
 
 
 def test_another_column_may_be_compared_and_no_rows_are_none():

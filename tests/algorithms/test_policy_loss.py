@@ -37,7 +37,7 @@ VARIANTS = [
             None,
             KlPenalty(coefficient=0.1),
             KlPenalty(coefficient=0.1, estimator=k2),
-            KlPenalty(coefficient=0.1, estimator=k1),
+            KlPenalty(coefficient=0.1, estimator=k1, weighted=True),
         ],
         [0.0, 0.01],
     )
@@ -82,7 +82,11 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
             d = logprobs[t] - rows["reference_logprobs"][t]
             if loss.kl:
                 estimators = {k1: d, k2: d * d / 2, k3: torch.exp(-d) - 1 + d}
-                value = value + loss.kl.coefficient * estimators[loss.kl.estimator]
+                kl = estimators[loss.kl.estimator]
+                if loss.kl.weighted:
+                    own = logprobs[t] - rows[loss.old or "response_logprobs"][t]
+                    kl = kl * torch.exp(own)
+                value = value + loss.kl.coefficient * kl
             losses.append(value - loss.entropy_coefficient * rows["entropy"][t])
         kept.append(losses)
     kept = [losses for losses in kept if losses]

@@ -9,12 +9,17 @@ import torch
 
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.preference_loss import (
+    ApoDown,
+    ApoZero,
     DesirabilityLoss,
+    DiscoPop,
+    DivergenceRatio,
     Hinge,
     Logistic,
     LogLikelihood,
     LogOdds,
     LogRatio,
+    NoiseContrastive,
     PreferenceLoss,
     RobustLogistic,
     Squared,
@@ -48,6 +53,17 @@ def orpo(w: torch.Tensor, r: torch.Tensor, nll: torch.Tensor) -> torch.Tensor:
     return nll - 0.25 * log_sigmoid((p / (1 - p) / (q / (1 - q))).log())
 
 
+def nca(w: torch.Tensor, r: torch.Tensor, **_: Any) -> torch.Tensor:
+    w, r = 0.1 * w, 0.1 * r
+    return -log_sigmoid(w) - 0.5 * log_sigmoid(-w) - 0.5 * log_sigmoid(-r)
+
+
+def discopop(w: torch.Tensor, r: torch.Tensor, **_: Any) -> torch.Tensor:
+    z = 0.1 * (w - r)
+    gate = torch.sigmoid(z / 0.2)
+    return (1 - gate) * -log_sigmoid(z) + gate * torch.exp(-z)
+
+
 CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
     # loss, the paper's formula for a pair, reads the reference, scores are means
     "dpo": (PreferenceLoss(), dpo, True, False),
@@ -72,6 +88,32 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
         True,
     ),
     "orpo": (PreferenceLoss(beta=1, score=LogOdds(), weight=0.25, likelihood=1), orpo, False, True),
+    "apo zero": (
+        PreferenceLoss(comparison=ApoZero()),
+        lambda w, r, **_: 1 - torch.sigmoid(0.1 * w) + torch.sigmoid(0.1 * r),
+        True,
+        False,
+    ),
+    "apo down": (
+        PreferenceLoss(comparison=ApoDown()),
+        lambda w, r, **_: torch.sigmoid(0.1 * w) + 1 - torch.sigmoid(0.1 * w - 0.1 * r),
+        True,
+        False,
+    ),
+    "nca": (PreferenceLoss(comparison=NoiseContrastive()), nca, True, False),
+    "discopop": (PreferenceLoss(comparison=DiscoPop(temperature=0.2)), discopop, True, False),
+    "f-dpo js": (
+        PreferenceLoss(score=DivergenceRatio(divergence="js")),
+        lambda w, r, **_: dpo(*((2 * u.exp() / (1 + u.exp())).log() for u in (w, r))),
+        True,
+        False,
+    ),
+    "f-dpo forward": (
+        PreferenceLoss(score=DivergenceRatio(divergence="forward_kl")),
+        lambda w, r, **_: dpo(-1 / w.exp(), -1 / r.exp()),
+        True,
+        False,
+    ),
     "rpo": (PreferenceLoss(likelihood=0.5), lambda w, r, nll: dpo(w, r) + 0.5 * nll, True, False),
 }
 EVERY: dict[str, Loss] = {

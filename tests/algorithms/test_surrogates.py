@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
+    GeometricRatio,
     PlainPolicyGradient,
     Sapo,
     Surrogate,
+    Unclipped,
     sequence_product,
     sequence_ratio,
+    sequence_token_ratio,
     token_ratio,
 )
 from weft.dataflow.errors import UserError
@@ -73,6 +77,38 @@ def test_the_gate_of_sapo_by_hand():
     assert losses == pytest.approx([-2 * up, 1 * down])
     assert gradients == pytest.approx([-1.5 * 4 * up * (1 - up), 1.5 * 4 * down * (1 - down)])
     assert clipped == [False, False]
+
+
+def test_the_geometric_mean_of_clipped_ratios_by_hand():
+    """Tokens beyond the bound on the side that their advantage exploits have no gradient."""
+    log_ratio = torch.tensor([0.6, 0.1, -0.6, -0.1], dtype=torch.float64, requires_grad=True)
+    rows = PackedRows.of([2, 2], advantages=[1.0, 1.0, -1.0, -1.0])
+    ratio = GeometricRatio(low=0.3, high=0.4)(log_ratio, rows)
+    assert ratio.tolist() == pytest.approx([0.25, 0.25, -0.2, -0.2])
+    (gradient,) = torch.autograd.grad(ratio.sum(), log_ratio)
+    assert gradient.tolist() == [0, 1, 0, 1]
+    wrong_side = GeometricRatio()(
+        torch.tensor([-9.0, 9.0]), PackedRows.of([1, 1], advantages=[1.0, -1.0])
+    )
+    assert wrong_side.tolist() == [-9, 9]
+
+
+def test_gspo_by_token_is_gspo_with_equal_advantages():
+    torch.manual_seed(0)
+    logprobs = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    columns = {
+        "advantages": torch.tensor([1.0, 1, 1, -2, -2, 0.5, 0.5]),
+        "response_mask": [1, 0, 1, 1, 1, 1, 1],
+    }
+    rows = PackedRows.of([3, 2, 2], **columns, old_logprobs=logprobs.detach() + 0.01 * torch.randn(7))
+    found = []
+    for ratio in (sequence_ratio, sequence_token_ratio):
+        loss = PolicyLoss(
+            ratio=ratio, old="old_logprobs", aggregation=sequence_mean, surrogate=Unclipped()
+        )
+        value, _ = loss(logprobs, rows)
+        found.append((value.detach(), torch.autograd.grad(value, logprobs)[0]))
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_log_likelihood_ignores_the_ratio():

@@ -13,7 +13,7 @@ from spmd import one_step, take_over
 
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean
-from weft.algorithms.corrections import Rejection, TruncatedImportance
+from weft.algorithms.corrections import DriftRejection, Rejection, TruncatedImportance
 from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
@@ -23,10 +23,13 @@ from weft.algorithms.reward_model import RewardLoss, StepLoss
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
+    GeometricRatio,
     PlainPolicyGradient,
     Sapo,
+    Unclipped,
     sequence_product,
     sequence_ratio,
+    sequence_token_ratio,
 )
 from weft.algorithms.values import ValueLoss
 from weft.dataflow.batch import Batch
@@ -81,6 +84,19 @@ LOSSES: dict[str, Case] = {
     "distillation with a reward": Case(
         Distillation(divergence=Jsd(beta=0.3), weight=0.5, policy=PolicyLoss(entropy_coefficient=0.01))
     ),
+    "gmpo": Case(
+        PolicyLoss(
+            ratio=GeometricRatio(low=0.1, high=0.1), surrogate=Unclipped(), aggregation=sequence_mean
+        )
+    ),
+    "gspo by token, weighted kl": Case(
+        PolicyLoss(
+            ratio=sequence_token_ratio,
+            aggregation=sequence_mean,
+            kl=KlPenalty(coefficient=0.1, weighted=True),
+        )
+    ),
+    "drift": Case(PolicyLoss(correction=DriftRejection(limit=0.05))),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
     "dpo": Case(PreferenceLoss()),
@@ -88,6 +104,10 @@ LOSSES: dict[str, Case] = {
     "cdpo": Case(PreferenceLoss(comparison=preference.Logistic(label_smoothing=0.1))),
     "robust": Case(PreferenceLoss(comparison=preference.RobustLogistic(label_smoothing=0.1))),
     "ipo": Case(PreferenceLoss(beta=1, score=per_token, comparison=preference.Squared(tau=0.1))),
+    "apo": Case(PreferenceLoss(comparison=preference.ApoZero())),
+    "f-dpo, discopop": Case(
+        PreferenceLoss(score=preference.DivergenceRatio(), comparison=preference.DiscoPop())
+    ),
     "hinge": Case(PreferenceLoss(comparison=preference.Hinge())),
     "simpo": Case(PreferenceLoss(beta=2, score=preference.LogLikelihood(per_token=True), margin=1)),
     "orpo": Case(PreferenceLoss(beta=1, score=preference.LogOdds(), weight=0.1, likelihood=1)),

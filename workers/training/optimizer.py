@@ -20,6 +20,9 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(default=1e-6, gt=0)
     """[rate] Peak learning rate. Raise it if the reward does not improve (adapters need about ten
     times the rate of full training); lower it if the reward collapses."""
+    frozen_steps: int = Field(default=0, ge=0)
+    """[optimizer steps] Number of first steps with a rate of 0, before the warm-up. Set it for the
+    actor of PPO, so that a new critic learns first."""
     warmup_steps: int = Field(default=0, ge=0)
     """[optimizer steps] Length of the linear warm-up from 0 to the peak rate. Raise it if training
     is unstable in the first steps."""
@@ -64,9 +67,10 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _decay_ends_after_the_warm_up(self) -> OptimizerConfig:
-        if self.decay != "constant" and self.decay[1] <= self.warmup_steps:
+        begins = self.frozen_steps + self.warmup_steps
+        if self.decay != "constant" and self.decay[1] <= begins:
             raise ValueError(
-                f"decay={self.decay!r} needs more steps than warmup_steps ({self.warmup_steps})"
+                f"decay={self.decay!r} needs more steps than frozen_steps and warmup_steps ({begins})"
             )
         return self
 
@@ -76,12 +80,17 @@ class OptimizerConfig(Config):
         >>> linear = OptimizerConfig(learning_rate=1.0, warmup_steps=2, decay=("linear", 5))
         >>> [round(linear.rate(step), 2) for step in range(7)]
         [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1]
+        >>> [OptimizerConfig(learning_rate=1.0, frozen_steps=2, warmup_steps=2).rate(step) for step in range(5)]
+        [0.0, 0.0, 0.5, 1.0, 1.0]
         """
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
+        if step < self.frozen_steps:
+            return 0.0
+        begins = self.frozen_steps + self.warmup_steps
+        if step < begins:
+            return self.learning_rate * (step + 1 - self.frozen_steps) / self.warmup_steps
         if self.decay == "constant":
             return self.learning_rate
         shape, steps = self.decay
-        done = min(1.0, (step - self.warmup_steps) / (steps - self.warmup_steps))
+        done = min(1.0, (step - begins) / (steps - begins))
         left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * (FINAL_RATIO + (1 - FINAL_RATIO) * left)
