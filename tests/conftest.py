@@ -95,6 +95,7 @@ def nothing_is_left_behind() -> Iterator[None]:
         "LOCAL_WORLD_SIZE",
         "NUMEXPR_MAX_THREADS",
         "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+        "TORCHINDUCTOR_CACHE_DIR",
         "AITER_SITUV2_A4W4",  # set when vLLM's fused mixture of experts is imported
     }
     changed -= os.environ.keys() if libraries != LIBRARIES & sys.modules.keys() else set()

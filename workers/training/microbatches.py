@@ -404,13 +404,13 @@ def _of_tokens(batch: Batch, column: str, vocabulary: int, owner: str) -> Tensor
     if column not in PER_CANDIDATE:
         return torch.tensor(values)
     lengths, found = batch.lengths(RESPONSE_IDS), np.diff(starts)
-    k = len(values) // max(1, int(lengths.sum()))
+    k = int((found // np.maximum(lengths, 1)).max(initial=0))
     wrong = np.flatnonzero(found != k * lengths)
     if len(wrong):
         i = wrong[0]
         raise UserError(
             f"row {_name_of(batch, i)}: column {column!r} has {found[i]} values for a response of {lengths[i]} tokens, and other rows "
-            f"have about {k} for each token; every row needs a teacher, and all teachers the same `top`"
+            f"have {k} for each token; every row needs a teacher, and all teachers the same `top`"
         )
     if column != str(TEACHER_IDS):
         return torch.tensor(values).view(-1, k)
