@@ -262,7 +262,9 @@ def test_the_turns_that_are_trained_are_a_setting_and_are_printed_before_the_fir
     assert tokens == {"last": 4 * 2, "all": 4 * 5}
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if METHODS[m].samples and m != "online_dpo"])
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if METHODS[m].samples and m not in ("online_dpo", "distillation")]
+)
 def test_a_penalty_keeps_the_model_near_the_first_one(
     method: str, even: Any, capsys: pytest.CaptureFixture[str]
 ):
