@@ -390,7 +390,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
         writes=episode_columns,
     )
     def run(
@@ -438,7 +438,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
         writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
     )
     def interact(

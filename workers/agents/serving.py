@@ -218,7 +218,7 @@ class EpisodeCall:
             content = json.dumps(shown, sort_keys=True).encode()
             before = {child // self._most_rows for child in made[row] or ()}
             for index in (index for index in range(n) if index not in before):
-                episode_id = stable_hash(int(self._ids[row]), index)
+                episode_id = stable_hash(int(self._ids[row]), *draws[row], index)
                 seed = new_seed(int(groups[row]), draws[row], content, index)
                 self._requests.append(EpisodeRequest(episode_id, seed, shown))
                 self.pending[episode_id] = row, index
