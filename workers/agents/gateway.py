@@ -561,7 +561,8 @@ def _completion(turn: Turn, renderer: Renderer) -> Completion:
     assert response is not None and message is not None
     ids = response.token_ids.tolist()
     texts = renderer.token_texts(ids) if turn.request and turn.request.logprobs else []
-    return Completion(message, ids, response.logprobs.tolist(), texts, response.finish_reason)
+    logprobs, reason = response.logprobs.tolist(), response.finish_reason
+    return Completion(message, ids, logprobs, texts, reason, turn.stop_string)
 
 
 def _sampling_of(turn: Turn, sampling: Sampling, session: Session) -> Sampling:
