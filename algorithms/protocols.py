@@ -17,14 +17,6 @@ class Rollout(Protocol):
         ...
 
 
-class AgentRollout(Protocol):
-    """Runs episodes of a harness (`workers/rollout.py`)."""
-
-    def run(self, prompts: Any, *, harness: Any, n: int, sampling: Sampling) -> Any:
-        """Return the rows of n episodes for each prompt, which form one group."""
-        ...
-
-
 class Rewarder(Protocol):
     """Scores responses (`workers/reward.py`, `workers/reward_model.py`)."""
 

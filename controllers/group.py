@@ -305,6 +305,8 @@ class WorkerGroup:
         }
         """Replica -> coordinates of its ranks in a call to this replica alone."""
         self._loads = _Loads(self._replicas)
+        self._sent: dict[tuple[str, str], Mapping[str, Any]] = {}
+        """(graph, node) -> arguments as ranks get them."""
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.name}: {len(self.mesh)} x {self.handle.worker_class.__name__}>"
@@ -426,7 +428,7 @@ class WorkerGroup:
         ranks = tuple(shares)
         call = Call(self, method, ranks, node=node, ledger=ledger, lease=lease)
         call.waiting = set(ranks)
-        arguments = {**node.arguments, **extra}
+        arguments = {**self._sent_arguments(ledger.name, node), **extra}
         if not node.group:
             arguments = {"function": node.function, "arguments": dict(node.arguments)}
         # Only generating calls yield rows one by one.
@@ -450,6 +452,13 @@ class WorkerGroup:
         for rank in keep if by_load else ():
             call.by_load[self.mesh[rank].dp] = call.shares[rank]
         return call
+
+    def _sent_arguments(self, graph: str, node: Node) -> Mapping[str, Any]:
+        key, worker = (graph, node.name), self.handle.worker_class
+        if key not in self._sent:
+            is_plain = not (node.group and issubclass(worker, Worker))
+            self._sent[key] = node.arguments if is_plain else worker.sent_arguments(node.arguments)
+        return self._sent[key]
 
     def _sizes(self, lease: Lease, part: slice) -> RowSizes:
         """Return what a protocol knows about some rows of a lease."""

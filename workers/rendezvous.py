@@ -207,7 +207,7 @@ class GatewayAddress:
 
     host: str
     port: int
-    key: str
+    key: str = field(repr=False)
     """Secret of the run. Harnesses never see it: each episode has its own key."""
     certificate: str = ""
     """Certificate of the gateway, as PEM text; empty without TLS."""

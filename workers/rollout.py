@@ -36,7 +36,7 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
-from .agents.harness import Interact, as_harness
+from .agents.harness import Environment, Interact, Planned, as_harness
 from .agents.link import Hello, Link
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
@@ -148,7 +148,10 @@ class RolloutConfig(VllmSettings):
                 )
         for node in nodes:
             if "harness" in node.arguments:
-                as_harness(node.arguments["harness"]).plan()
+                harness = as_harness(node.arguments["harness"])
+                harness.plan()
+                if isinstance(harness, Environment):
+                    harness.check_prompts(source)
             elif "env" not in node.arguments:
                 _check_prompts(
                     source, node.name, _sampling_of(node), self.max_context or of_model, of_model
@@ -390,7 +393,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
         writes=episode_columns,
     )
     def run(
@@ -422,7 +425,8 @@ class RolloutWorker(Worker):
         server = self._episodes
         self._generating += 1
         try:
-            server.open(call.opened(str(self._folder), self.max_context))
+            # The gateway finds the model as the driver does; this rank may be on another node.
+            server.open(call.opened(str(self.config.model), self.max_context))
             while call.pending:
                 server.work(EPISODE_WAIT_S)
                 self.context.advance()
@@ -438,7 +442,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
         writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
     )
     def interact(
@@ -573,6 +577,12 @@ class RolloutWorker(Worker):
     @classmethod
     def needs_gateway(cls, nodes: Sequence[Node]) -> bool:
         return any({"harness", "env"} & node.arguments.keys() for node in nodes)
+
+    @classmethod
+    def sent_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "harness" not in arguments:
+            return arguments
+        return {**arguments, "harness": Planned.of(as_harness(arguments["harness"]))}
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:

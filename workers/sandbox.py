@@ -37,11 +37,9 @@ import pydantic
 
 from ..dataflow.config import Config
 from ..dataflow.errors import NoSandboxError, SandboxError
-from .sandbox_engines import ENGINES, SCRATCH, Plan
+from .sandbox_engines import ENGINES, SCRATCH, START_S, Plan
 from .sandbox_program import SIZE_DIGITS
 
-START_S = 60.0
-"""[s] Time limit for starting a sandbox."""
 REPLY_S = 30.0
 """[s] Additional time that process 1 has for a reply after the program's own time limit."""
 _ENVIRONMENT = {

@@ -23,7 +23,7 @@ from .sandbox_program import PROGRAM_USER
 from .seccomp import filter_program
 
 START_S = 60.0
-"""[s] Time limit for the launcher to make namespaces."""
+"""[s] Time limit for starting a sandbox, and for the launcher to make namespaces."""
 SCRATCH = "/tmp"
 """Working directory of programs: the only place that they can write to. It is in memory."""
 _SLACK_BYTES = 1 << 20

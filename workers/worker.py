@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -254,6 +254,11 @@ class Worker:
     def needs_gateway(cls, nodes: Sequence[Node]) -> bool:
         """Return whether these calls on the group need the gateway of a run's agents."""
         return False
+
+    @classmethod
+    def sent_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a node's arguments as the ranks get them. The driver calls this once per node."""
+        return arguments
 
     @property
     def coordinates(self) -> Coordinates:

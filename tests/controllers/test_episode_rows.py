@@ -1,6 +1,6 @@
 """Episodes of several rows in a run: quorums, group advantages and masks on their way to the update."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +44,14 @@ class Player(ToyRollout):
             )
 
 
+class Reverse(Player):
+    """Plays the episodes in the other order."""
+
+    @classmethod
+    def sent_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**arguments, "order": arguments["order"][::-1]}
+
+
 class Learner(ToyActor):
     """Notes masks and advantages."""
 
@@ -69,9 +77,11 @@ def playing(prompts: Any, *, rollout: Any, actor: Any, order: tuple[int, ...], f
     return actor.learn(group_advantages(samples, estimator=group_centred))
 
 
-def noted(root: Path, **settings: Any) -> list[tuple[int, list[int], list[float]]]:
+def noted(
+    root: Path, player: type[Player] = Player, **settings: Any
+) -> list[tuple[int, list[int], list[float]]]:
     """Run two prompts, and return (episode's number, mask, advantages) of each trained row."""
-    made = playing(prompts(2), rollout=group(Player), actor=group(Learner), **settings)
+    made = playing(prompts(2), rollout=group(player), actor=group(Learner), **settings)
     schedule = Synchronous(steps=1, prompts_per_step=2)
     with Driver(made, schedule=schedule, root=root, name="run", progress=False) as driver:
         driver.run()
@@ -101,3 +111,9 @@ def test_a_quorum_of_rows_leaves_only_whole_episodes(tmp_path: Path):
     found = noted(tmp_path, order=(0, 1, 2), first=4)
     wanted = [(0, [0, 1], [0, 0.5]), (0, [1, 0, 1], [0.5, 0, 0.5]), (1, [0, 1], [0, -0.5])]
     assert found == [row for row in wanted for _ in range(2)]
+
+
+def test_a_worker_class_chooses_what_its_ranks_get(tmp_path: Path):
+    # The quorum of three rows has the two rows of episode 2, and episode 1.
+    found = noted(tmp_path, Reverse, order=(0, 1, 2), first=3)
+    assert [number for number, _, _ in found] == [1, 1, 2, 2, 2, 2]

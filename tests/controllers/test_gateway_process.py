@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from weft.algorithms.sampling import Sampling
 from weft.controllers.gateway_process import GatewayProcess
 from weft.dataflow.errors import GatewayLost
-from weft.workers.agents.link import Hello, Link
+from weft.workers.agents.harness import Function
+from weft.workers.agents.link import EpisodeRequest, Hello, Link, Open
 
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.thorough
@@ -67,5 +70,34 @@ def test_ranks_on_other_nodes_connect_by_tls_with_the_key(tmp_path: Path):
             refused.take()
         with pytest.raises(httpx.HTTPError):  # no client takes another certificate
             httpx.get(address.url("http", "/v1/models"), timeout=DEADLINE_S)
+    finally:
+        gateway.close()
+
+
+def test_a_connection_stays_open_while_a_tool_works(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.address.port, timeout=DEADLINE_S)
+        for pause_s in (0, 6):  # more than servers wait by default
+            time.sleep(pause_s)
+            connection.request("GET", "/v1/models")
+            reply = connection.getresponse()
+            assert (reply.status, reply.will_close, bool(reply.read())) == (401, False, True)
+        connection.close()
+    finally:
+        gateway.close()
+
+
+def test_a_model_without_a_tokenizer_ends_the_run(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path)
+    try:
+        link = Link(gateway.address, Hello("rollout", 0, 8))
+        plan = Function(function="module:run").plan()
+        link.send(Open(str(tmp_path), 100, Sampling(), plan, (EpisodeRequest(7, None, {}),)))
+        link.wait(DEADLINE_S)
+        (ended,) = link.take()
+        assert (ended.episode_id, ended.fatal, ended.scored) == (7, True, False), ended
+        assert "tokenizer" in ended.failure
+        link.close()
     finally:
         gateway.close()

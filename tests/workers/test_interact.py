@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -11,6 +13,9 @@ from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.prechecks.checks import check_partners
+from weft.controllers.ranks.row_io import gather
+from weft.controllers.ranks.tasks import RowTask
+from weft.dataflow.buffer.segments import SegmentReader
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import Graph, group
 from weft.dataflow.source import TableSource
@@ -48,6 +53,18 @@ def test_an_evaluation_plays_in_the_same_environments():
     env = group(EnvWorker, name="worlds", make=dict)
     graph = evaluate(boards(), rollout=groups()["rollout"], env=env, solved=1.0)
     assert graph["rollout.interact"].uses == ("worlds",)
+
+
+@pytest.mark.parametrize("way", ["run", "interact"])
+def test_a_requeued_prompt_comes_with_the_episodes_that_it_has(tmp_path: Path, way: str):
+    """Otherwise they would be played again, and rows of two attempts be mixed."""
+    given = {"harness": print} if way == "run" else {"env": group(EnvWorker, make=dict)}
+    operation = grpo(boards(), **groups(), **given)[f"rollout.{way}"].operation
+    assert {"draw_path", "made_before"} <= {*operation.may_read}
+    one = np.array([7])
+    task = RowTask(operation, (), one, one, one, draws=[[2]], made=[[0, 1]])
+    (row,) = gather(task, SegmentReader(tmp_path, "node")).to_rows()
+    assert (row["draw_path"], row["made_before"]) == ([2], [0, 1])
 
 
 @pytest.mark.parametrize("wrong", ["another group", "a class", "a name"])

@@ -10,7 +10,7 @@ import pytest
 
 from weft.dataflow.errors import WorkerError
 from weft.workers import rendezvous
-from weft.workers.rendezvous import LOOPBACK, Rendezvous, take_port
+from weft.workers.rendezvous import LOOPBACK, GatewayAddress, Rendezvous, take_port
 
 
 def meeting(timeout_s: float = 20.0, secret: str = "right") -> tuple[Rendezvous, Rendezvous]:
@@ -138,3 +138,7 @@ def test_a_store_that_does_not_have_the_secret_is_not_trusted():
 
 def test_a_secret_is_not_printed():
     assert "hush" not in repr(Rendezvous(LOOPBACK, 1, "hush"))
+
+
+def test_the_key_of_a_gateway_is_in_no_message():
+    assert "a secret" not in repr(GatewayAddress("127.0.0.1", 80, "a secret"))

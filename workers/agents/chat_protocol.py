@@ -21,7 +21,6 @@ class _Chat:
             raise fields.wrong("messages", "the list is empty; send at least one message")
         if body.get("functions"):
             raise fields.wrong("functions", "the field is obsolete; send `tools`")
-        shape = fields.get("response_format", dict)
         return TurnRequest(
             conversation=Conversation(
                 tuple(_read_message(item) for item in fields.objects("messages")),
@@ -35,8 +34,7 @@ class _Chat:
             include_usage=fields.inner("stream_options").get("include_usage", bool) or False,
             logprobs=fields.get("logprobs", bool) or False,
             top_logprobs=fields.count("top_logprobs", 0) or 0,
-            overridden=fields.overridden(),
-            response_format=None if shape == {"type": "text"} else shape,
+            overridden=fields.overridden(fields.get("response_format", dict)),
             model=fields.string("model"),
         )
 

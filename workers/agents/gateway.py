@@ -48,12 +48,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.column import TURN_REWARDS
 from ...dataflow.errors import RequestError, UserError
 from ..generation.engine import Response, stable_hash
-from .chat_protocol import CHAT
-from .failures import (
-    ContextFull,
-    EpisodeFailure,
-    InvalidResult,
-)
+from .failures import ContextFull, EpisodeFailure, InvalidResult
 from .harness import HarnessPlan
 from .link import (
     MOST_BYTES,
@@ -67,13 +62,11 @@ from .link import (
     Sampled,
 )
 from .messages import Completion
-from .messages_protocol import MESSAGES
 from .players import Player, Players
-from .protocol import HttpProtocol
+from .protocol import PROTOCOLS, HttpProtocol
 from .protocol_fields import Fields
 from .rendering import Renderer
 from .replicas import AskedTurn, Replica, Replicas, records_of, send
-from .responses_protocol import RESPONSES
 from .runner import EpisodeRunner
 from .sessions import Session, Turn
 
@@ -148,7 +141,7 @@ class Gateway:
     def app(self) -> Starlette:
         routes: list[Any] = [WebSocketRoute(PATH, self._serve_replica)]
         for start in ("", "/e/{key}"):
-            for protocol in (CHAT, RESPONSES, MESSAGES):
+            for protocol in PROTOCOLS:
                 routes.append(
                     Route(f"{start}/v1{protocol.path}", self._handler(protocol), methods=["POST"])
                 )
@@ -259,10 +252,10 @@ class Gateway:
 
     async def _attempts(self, episode: _Episode) -> Ended:
         opened, episode_id = episode.opened, episode.request.episode_id
-        renderer = await self._renderer(opened.model)
         try:
+            renderer = await self._renderer(opened.model)
             runner = episode.runner = await self._runner(opened.plan)
-        except UserError as error:
+        except UserError as error:  # the model has no chat template, or the harness cannot be loaded
             return Ended(episode_id, where="harness", failure=str(error), scored=False, fatal=True)
         for attempt in range(ATTEMPTS):
             session = episode.session = Session(renderer, opened.max_context)
@@ -361,7 +354,9 @@ class Gateway:
         return response
 
     async def _abort(self, episode: _Episode, turn: Turn) -> None:
-        asked = episode.asked.pop(turn)
+        asked = episode.asked.pop(turn, None)
+        if asked is None:  # it has just ended
+            return
         if episode.session is not None:
             episode.session.drop(turn)
         await self._replicas.abort(asked)
@@ -387,16 +382,13 @@ class Gateway:
         return handle
 
     async def _converse(self, request: Request, protocol: HttpProtocol) -> Reply:
-        episode = self._episode_of(request)
-        asked = protocol.read(await _body(request))
-        # Structured output would mask tokens, and thus change the distribution.
-        masks = ("response_format",) if asked.response_format is not None else ()
-        self._note_overridden((*asked.overridden, *masks))
+        episode, body = await self._asked(request)
+        asked = protocol.read(body)
+        self._note_overridden(asked.overridden)
         turns = await self._turns(episode, request, lambda s, retry: s.begin(asked, retry=retry))
         if turns is None:
             return Reply(status_code=CLIENT_GONE)
-        session, renderer = episode.session, await self._renderer(episode.opened.model)
-        assert session is not None
+        renderer = await self._renderer(episode.opened.model)
         completions = [_completion(turn, renderer) for turn in turns]
         known: dict[str, Any] = {
             "id": f"weft-{secrets.token_hex(12)}",
@@ -460,7 +452,8 @@ class Gateway:
     async def _generate(self, request: Request) -> Reply:
         """vLLM's token route."""
         try:
-            episode, body = self._episode_of(request), Fields(await _body(request))
+            episode, given_body = await self._asked(request)
+            body = Fields(given_body)
             ids = _token_ids(body.require("token_ids", list), "token_ids")
             if not ids:
                 raise body.wrong("token_ids", "are empty; send at least one")
@@ -509,6 +502,12 @@ class Gateway:
             "max_model_len": episode.opened.max_context,
         }
         return JSONResponse({"object": "list", "data": [card]})
+
+    async def _asked(self, request: Request) -> tuple[_Episode, Mapping[str, Any]]:
+        """Return the episode and the body of a request."""
+        self._episode_of(request)  # refuses a wrong key before it reads the body
+        body = await _body(request)
+        return self._episode_of(request), body  # the attempt may have just ended
 
     def _episode_of(self, request: Request) -> _Episode:
         headers = request.headers
@@ -561,7 +560,8 @@ def _completion(turn: Turn, renderer: Renderer) -> Completion:
     assert response is not None and message is not None
     ids = response.token_ids.tolist()
     texts = renderer.token_texts(ids) if turn.request and turn.request.logprobs else []
-    return Completion(message, ids, response.logprobs.tolist(), texts, response.finish_reason)
+    logprobs, reason = response.logprobs.tolist(), response.finish_reason
+    return Completion(message, ids, logprobs, texts, reason, turn.stop_string)
 
 
 def _sampling_of(turn: Turn, sampling: Sampling, session: Session) -> Sampling:
@@ -569,9 +569,9 @@ def _sampling_of(turn: Turn, sampling: Sampling, session: Session) -> Sampling:
     stop = sampling.stop
     if stop is not None and turn.request is not None:
         stop = (*stop, *(text for text in turn.request.stop if text not in stop))
-    return sampling.model_copy(
-        update={"stop": stop, "max_tokens": session.room(turn, sampling.max_tokens)}
-    )
+    most = session.room(turn, sampling.max_tokens)
+    limits = {"max_tokens": most, "min_tokens": min(sampling.min_tokens, most)}
+    return sampling.model_copy(update={"stop": stop, **limits})
 
 
 def _token_ids(values: list[Any], place: str) -> list[int]:
@@ -623,6 +623,8 @@ async def _serve(settings: Mapping[str, Any]) -> None:
             ws="websockets-sansio",
             ws_max_size=MOST_BYTES,
             ws_per_message_deflate=False,
+            # A tool may take minutes. Closing an idle connection could meet the client's next request.
+            timeout_keep_alive=int(SAMPLE_S),
             timeout_graceful_shutdown=1,
         )
         if servers:  # the second one is for ranks on other nodes

@@ -26,7 +26,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
@@ -34,7 +34,11 @@ from ...dataflow.column import REWARD, TURN_REWARDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ..rewards.function import name_of, signature_of
+from ..rewards.signature import MESSAGES
 from .programs import play, run_command
+
+if TYPE_CHECKING:
+    from ...dataflow.source import Source
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class HarnessPlan:
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "CUDA_VISIBLE_DEVICES": "",
+            "NO_PROXY": "127.0.0.1",  # the gateway, if `variables` names a proxy
             **{name: os.environ[name] for name in names if name in os.environ},
         }
 
@@ -237,9 +242,10 @@ class Environment(Harness):
     """A class whose public methods are the model's tools, as for TRL's `environment_factory`.
 
     Weft creates an object for each episode and calls `reset` with the prompt's columns. The text that
-    it returns, if any, extends the prompt. Weft then calls the methods that the model asks for, until
-    it asks for none. The result is `reward`: an attribute, a property or a method. Methods need types
-    and a docstring with `Args:`, which the model sees.
+    it returns, if any, extends the prompt: the column `prompt_messages`, or else `prompt`. Weft then
+    calls the methods that the model asks for, until it asks for none. The result is `reward`: an
+    attribute, a property or a method. Methods need types and a docstring with `Args:`, which the model
+    sees.
     """
 
     environment: Callable[[], Any]
@@ -268,6 +274,16 @@ class Environment(Harness):
         play_it = functools.partial(play, made, _tools(own), self.max_turns)
         return {"pickle": _pickled(play_it, self.title)}
 
+    def check_prompts(self, source: Source) -> None:
+        """Raise a UserError if the prompts are texts that the chat template has made. The gateway
+        applies the template, so it would apply twice."""
+        understood = getattr(source, "understood", None)
+        if understood is not None and understood.chat and MESSAGES not in source.columns:
+            raise UserError(
+                f"Environment({self.title}): the prompts of {source.name} have the chat template applied, and the gateway "
+                "applies it again; read them with chat=False"
+            )
+
 
 class Verifiers(Harness):
     """A task set of verifiers ≥ 0.4 and its harness, in a separate Python environment.
@@ -277,7 +293,7 @@ class Verifiers(Harness):
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = {"taskset": {"id": "my-tasks"}, "agent": agent}
     harness = Verifiers(env=env, python=".venv-verifiers/bin/python")
-    prompts = weft.Prompts.from_rows(harness.rows(1000))
+    prompts = weft.TableSource("tasks", pyarrow.Table.from_pylist(harness.rows(1000)))
 
     Weft calls the environment itself, so nothing is uploaded.
     """
@@ -380,6 +396,21 @@ class Interact(Harness):
 
     def program(self) -> dict[str, Any]:
         return {"env": self.env}
+
+
+class Planned(Harness):
+    """A harness as the driver sends it to ranks. Harnesses run on the driver's machine, so the driver
+    makes the plan: with its folder, its programs and its environment variables."""
+
+    made: HarnessPlan
+
+    @classmethod
+    def of(cls, harness: Harness) -> Planned:
+        plan = harness.plan()
+        return cls(made=plan, writes=plan.writes)
+
+    def plan(self) -> HarnessPlan:
+        return self.made
 
 
 def as_harness(given: object) -> Harness:

@@ -72,7 +72,7 @@ class Open:
     """Episodes of one call, to start or to join."""
 
     model: str
-    """Folder with the tokenizer and the chat template."""
+    """Folder or Hugging Face id, for the tokenizer and the chat template."""
     max_context: int
     sampling: Sampling
     plan: HarnessPlan

@@ -110,8 +110,6 @@ class TurnRequest:
     top_logprobs: int = 0
     overridden: tuple[str, ...] = ()
     """Names of sent parameters that the trainer sets itself, such as `temperature`."""
-    response_format: Any = None
-    """Structured output in the schema of Chat Completions; None for free text."""
     model: str = ""
 
 

@@ -30,8 +30,6 @@ class _Messages:
         if messages and messages[-1].role == "assistant":
             raise fields.prefill(f"messages[{len(items) - 1}]")
         output = fields.inner("output_config")
-        schema = output.inner("format").get("schema", dict)
-        shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         disabled = fields.inner("thinking").values.get("type") == "disabled"
         return TurnRequest(
             conversation=Conversation(
@@ -46,8 +44,7 @@ class _Messages:
             stop=fields.stop("stop_sequences"),
             stream=fields.get("stream", bool) or False,
             include_usage=True,
-            overridden=fields.overridden(),
-            response_format=shape if schema else None,
+            overridden=fields.overridden(output.inner("format").values),
             model=fields.string("model"),
         )
 

@@ -66,7 +66,8 @@ async def play(
     takes = inspect.signature(environment.reset).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
     given = {name: value for name, value in row.items() if takes_all or name in takes}
-    messages = _conversation(row.get("prompt"), await _waited(environment.reset(**given)))
+    prompt = row.get("prompt_messages") or row.get("prompt")
+    messages = _conversation(prompt, await _waited(environment.reset(**given)))
     names = {tool["function"]["name"] for tool in tools}
     for _ in range(max_turns):
         request = {"model": "policy", "messages": messages, **({"tools": tools} if tools else {})}
@@ -88,7 +89,9 @@ async def play(
 
 def _conversation(prompt: Any, observation: str | None) -> list[dict[str, Any]]:
     """Return the first messages, with the observation at the end of the last one."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    # Arrow gives each message the keys of all messages.
+    messages = [{name: value for name, value in m.items() if value is not None} for m in messages]
     if not observation:
         return messages
     if not messages or messages[-1]["role"] != "user":

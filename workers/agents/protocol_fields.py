@@ -179,14 +179,20 @@ class Fields:
                 raise given.wrong(name, "Weft sets this variable; leave it out")
         return {name: value for name, value in found.items() if value is not None} | dict(given.values)
 
-    def overridden(self) -> tuple[str, ...]:
-        """Return the names of parameters that the trainer sets instead."""
-        given = self.values
-        return tuple(
+    def overridden(self, form: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """Return the names of parameters that the trainer sets instead. `form` describes structured
+        output, which would mask tokens and thus change the distribution.
+
+        >>> Fields({"seed": 3, "top_p": 1.0}).overridden({"type": "text"}), Fields({}).overridden({"type": "json_object"})
+        (('seed',), ('response_format',))
+        """
+        given, is_free = self.values, not form or form == {"type": "text"}
+        found = [
             name
             for name, neutral in _NEUTRAL.items()
             if given.get(name) is not None and given[name] not in neutral
-        )
+        ]
+        return (*found, *(() if is_free else ("response_format",)))
 
     def refuse_prefill(self) -> None:
         for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False)):

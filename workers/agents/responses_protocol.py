@@ -59,8 +59,7 @@ class _Responses:
             include_usage=True,
             logprobs="message.output_text.logprobs" in (fields.get("include", list) or ()),
             top_logprobs=fields.count("top_logprobs", 0) or 0,
-            overridden=fields.overridden(),
-            response_format=_read_format(fields.inner("text").inner("format").values),
+            overridden=fields.overridden(fields.inner("text").inner("format").values),
             model=fields.string("model"),
         )
 
@@ -122,16 +121,6 @@ class _Responses:
 
 
 RESPONSES = _Responses()
-
-
-def _read_format(shape: Mapping[str, Any]) -> Any:
-    """Return structured output in the schema of Chat Completions."""
-    if not shape or shape == {"type": "text"}:
-        return None
-    if shape.get("type") != "json_schema":
-        return dict(shape)
-    schema = {name: value for name, value in shape.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
 
 
 def _read_item(item: Fields, messages: list[Message]) -> None:

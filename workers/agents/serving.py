@@ -218,7 +218,7 @@ class EpisodeCall:
             content = json.dumps(shown, sort_keys=True).encode()
             before = {child // self._most_rows for child in made[row] or ()}
             for index in (index for index in range(n) if index not in before):
-                episode_id = stable_hash(int(self._ids[row]), index)
+                episode_id = stable_hash(int(self._ids[row]), *draws[row], index)
                 seed = new_seed(int(groups[row]), draws[row], content, index)
                 self._requests.append(EpisodeRequest(episode_id, seed, shown))
                 self.pending[episode_id] = row, index
@@ -327,10 +327,10 @@ def _to_rows(
 
 
 def _turn_rewards(end: Ended) -> list[np.ndarray]:
-    """Return the rewards of the turns of each row. Rows come in the order of their turns."""
-    turns = np.cumsum([len(row.turn_ends) for row in end.rows])
-    rewards = end.result.get(str(TURN_REWARDS), np.zeros(turns[-1] if len(turns) else 0))
-    return np.split(np.asarray(rewards, np.float32), turns[:-1])
+    """Return the rewards of the turns of each row, which need not be successive."""
+    number = sum(len(row.turns) for row in end.rows)
+    rewards = np.asarray(end.result.get(str(TURN_REWARDS), np.zeros(number)), np.float32)
+    return [rewards[row.turns] for row in end.rows]
 
 
 def _ragged(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -54,6 +54,8 @@ class Turn:
     message: Message | None = None
     response: Response | None = None
     children: list[Turn] = field(default_factory=list)
+    stop_string: str = ""
+    """The client's stop string that ended the turn. The message leaves it out."""
     abandoned: bool = False
     """Whether the client hung up before it had the reply."""
 
@@ -93,6 +95,8 @@ class SessionRow:
     """[L] int32. Given tokens have the version of the next sampled token."""
     turn_ends: np.ndarray
     """[turns] int32: end of each trained turn, as a position in the response."""
+    turns: np.ndarray
+    """[turns] int32: number of each trained turn in the episode, in the order of the requests."""
     finish_reason: str
 
 
@@ -146,14 +150,17 @@ class Session:
     def end(self, turn: Turn, response: Response) -> Message:
         """Store a sampled turn, and return its message."""
         assert turn.request is not None
-        conversation = turn.request.conversation
-        turn.message = self._renderer.parse(response.token_ids.tolist(), conversation)
-        identity = turn.message.identity
+        ids = response.token_ids.tolist()
+        message = self._renderer.parse(ids, turn.request.conversation)
+        if response.finish_reason == "stop" and ids[-1] not in self._renderer.stop_token_ids:
+            message, turn.stop_string = _before_stop(message, turn.request.stop)
+        turn.message = message
+        identity = message.identity
         self._sampled.add(identity)
         turn.key = _digest(turn.key, identity)
         self._by_key.setdefault(turn.key, []).append(turn)
         self._store(turn, response)
-        return turn.message
+        return message
 
     def _continued(
         self, conversation: Conversation, keys: Sequence[bytes]
@@ -217,11 +224,13 @@ class Session:
 
     def rows(self) -> list[SessionRow]:
         """Return one row for each path to a leaf. Turns that no client has received have no row."""
-        trained: set[int] = set()
         leaves = [
             turn for turn in self._turns if _is_seen(turn) and not any(map(_is_seen, turn.children))
         ]
-        return [_row(leaf.path(), trained) for leaf in leaves]
+        paths = [leaf.path() for leaf in leaves]
+        with_row = {turn for path in paths for turn in path}
+        left = {turn: k for k, turn in enumerate(turn for turn in self._turns if turn in with_row)}
+        return [_row(path, left) for path in paths]
 
     def room(self, turn: Turn, max_tokens: int) -> int:
         """Return how many tokens a turn may sample: at most `max_tokens`, and as many as fit."""
@@ -270,21 +279,30 @@ def _is_seen(turn: Turn) -> bool:
     return turn.response is not None and not turn.abandoned
 
 
-def _row(path: Sequence[Turn], trained: set[int]) -> SessionRow:
-    """Return the row of a path. `trained` holds the turns of earlier rows, and gets those of this
-    one."""
+def _before_stop(message: Message, stops: Sequence[str]) -> tuple[Message, str]:
+    """Return a message up to the stop string that ended it, as APIs do, and this string."""
+    for name, text in (("content", message.content), ("reasoning", message.reasoning)):
+        if found := [(text.rfind(stop), stop) for stop in stops if stop in text]:
+            start, stop = min(found)
+            return replace(message, **{name: text[:start]}), stop
+    return message, ""
+
+
+def _row(path: Sequence[Turn], left: dict[Turn, int]) -> SessionRow:
+    """Return the row of a path. `left` has the numbers of turns that no earlier row trains. The row's
+    own turns are removed from it."""
     ids: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     versions: list[np.ndarray] = []
     mask: list[np.ndarray] = []
     ends: list[int] = []
+    own: list[int] = []
     length, reason = 0, ""
     for turn in path:
         response = turn.response
         assert response is not None
         given = turn.given if turn is not path[0] else turn.given[:0]
-        is_own = id(turn) not in trained
-        trained.add(id(turn))
+        is_own = turn in left
         ids += [given, response.token_ids]
         logprobs += [np.zeros(len(given), np.float32), response.logprobs]
         versions += [np.full(len(given), response.versions[0], np.int32), response.versions]
@@ -295,6 +313,7 @@ def _row(path: Sequence[Turn], trained: set[int]) -> SessionRow:
         length += len(given) + len(response.token_ids)
         if is_own:
             ends.append(length)
+            own.append(left.pop(turn))
         reason = response.finish_reason
     return SessionRow(
         path[0].given,
@@ -303,6 +322,7 @@ def _row(path: Sequence[Turn], trained: set[int]) -> SessionRow:
         np.concatenate(logprobs).astype(np.float32, copy=False),
         np.concatenate(versions).astype(np.int32, copy=False),
         np.array(ends, np.int32),
+        np.array(own, np.int32),
         reason,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from weft.algorithms.sampling import Sampling
 from weft.dataflow.errors import GenerationError
 from weft.workers.agents.harness import Function
+from weft.workers.agents.link import Abort
 
 from .served import DEADLINE_S, Served, ask, chat, serve
 
@@ -326,4 +329,116 @@ def test_a_turn_that_the_engine_refuses_has_no_row(tmp_path: Path):
         ended = await rank.outcome(1)
         assert (codes, len(ended.rows), ended.turns) == ([400, 200], 1, 1)
 
+    serve(tmp_path, harness, main)
+
+
+def test_a_stop_string_of_a_client_ends_the_turn_and_is_not_in_the_reply(tmp_path: Path):
+    said: list[dict[str, Any]] = []
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+            for path, name in (("/chat/completions", "stop"), ("/messages", "stop_sequences")):
+                said.append((await client.post(path, json={**body, name: ["END"]})).json())
+        return 1.0
+
+    async def main(served: Served) -> None:
+        rank = served.rank(lambda prompt: "1 2 END 3")
+        rank.open(1)
+        ended = await rank.outcome(1)
+        (choice,) = said[0]["choices"]
+        assert choice["message"]["content"].strip() == "1 2"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+        assert said[1]["content"][0]["text"].strip() == "1 2"
+        assert (said[1]["stop_reason"], said[1]["stop_sequence"]) == ("stop_sequence", "END")
+        for row in ended.rows:
+            assert served.renderer.decode(row.response_ids.tolist()) == "1 2 END"
+
+    serve(tmp_path, harness, main)
+
+
+def test_the_last_turn_of_a_context_may_be_shorter_than_min_tokens(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": "a b c"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        rank = served.rank(lambda prompt: "1 2 3 4 5 6 7 8")
+        rank.open(1, max_context=10, sampling=Sampling(max_tokens=50, min_tokens=6))
+        ended = await rank.outcome(1)
+        ((_, sampling),) = rank.engine.requests
+        assert (sampling.min_tokens, sampling.max_tokens) == (4, 4)
+        assert ended.rows[0].finish_reason == "length"
+
+    serve(tmp_path, harness, main)
+
+
+def test_a_request_whose_body_comes_after_its_attempt_is_refused(tmp_path: Path):
+    begun: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+    replies: list[str] = []
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "late"}]})
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        if not begun:
+            url = httpx.URL(base_url)
+            begun.append(await asyncio.open_connection(url.host, url.port))
+            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            begun[0][1].write(f"{head}Content-Length: {len(body)}\r\n\r\n{body[:5]}".encode())
+            async with chat(base_url) as client:  # the gateway has read the head before this reply
+                await client.get("/models")
+            raise RuntimeError("a broken tool")
+        reader, writer = begun[0]
+        writer.write(body[5:].encode())
+        replies.append((await asyncio.wait_for(reader.readline(), DEADLINE_S)).decode())
+        writer.close()
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": "in time"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        rank = served.rank(lambda prompt: "b")
+        rank.open(1)
+        ended = await rank.outcome(1)
+        assert (ended.turns, len(rank.engine.requests)) == (1, 1)
+        assert replies == ["HTTP/1.1 401 Unauthorized\r\n"]
+
+    serve(tmp_path, harness, main)
+
+
+def test_a_turn_that_ends_while_another_is_aborted_does_not_fail_the_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from weft.workers.agents import replicas
+
+    send = replicas.send
+
+    async def slow_send(websocket: Any, record: Any) -> bool:
+        if isinstance(record, Abort):
+            await asyncio.sleep(0.3)
+        return await send(websocket, record)
+
+    monkeypatch.setattr(replicas, "send", slow_send)
+    asked: list[asyncio.Task[Any]] = []
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async def ask_for(text: str) -> None:
+            async with chat(base_url) as client:
+                with contextlib.suppress(httpx.HTTPError):
+                    await ask(client, [{"role": "user", "content": text}])
+
+        asked.extend(asyncio.create_task(ask_for(text)) for text in ("long", "short"))
+        while len(rank.engine.requests) < 2:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    async def main(served: Served) -> None:
+        nonlocal rank
+        rank = served.rank(lambda prompt: "x " * (45 if "long" in prompt else 20))
+        rank.open(1)
+        ended = await rank.outcome(1)
+        assert (ended.failure, ended.result) == ("", {"reward": 1.0})
+        await asyncio.gather(*asked)
+
+    rank: Any = None
     serve(tmp_path, harness, main)

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from agents import games  # pyright: ignore[reportAttributeAccessIssue]
 from agents.rig import Rig
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from weft.dataflow.errors import UserError
+from weft.dataflow.prompts.prompts import Prompts
+from weft.dataflow.prompts.tokenizer import Tokenizer
 from weft.workers.agents.failures import (
     Discarded,
     EpisodeFailure,
@@ -253,3 +257,30 @@ def test_a_harness_has_a_title():
         Environment(environment=games.Count),
     ]
     assert [harness.title for harness in each] == ["run", "ls", "Count"]
+
+
+def test_an_environment_begins_with_the_messages_of_the_data(tmp_path: Path):
+    # Arrow gives each message the keys of all messages.
+    messages = [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": "To 5.", "name": None},
+    ]
+    row = {"prompt": "<system>Count.<user>To 5.<assistant>", "prompt_messages": messages, "target": 5}
+    result, [request] = play(tmp_path, games.Count, SAID, row=row)
+    assert result == {"reward": 0.0}
+    assert request["messages"][0] == messages[0]
+    assert request["messages"][1] == {"role": "user", "content": "To 5. Begin at 0."}
+
+
+def test_an_environment_refuses_prompts_that_have_the_chat_template():
+    backend = Tokenizer(
+        Backend(models.WordLevel({"?": 0}, "?")), chat_template="{{ messages[0].content }}?"
+    )
+    rows, harness = [{"prompt": "Count to 5.", "target": 5}], Environment(environment=games.Count)
+    with pytest.raises(
+        UserError, match=r"prompts of rows have the chat template.* read them with chat=False"
+    ):
+        harness.check_prompts(Prompts.from_rows(rows, backend))
+    harness.check_prompts(Prompts.from_rows(rows, backend, chat=False))
+    rows = [{"prompt": [{"role": "user", "content": "Count to 5."}]}]
+    harness.check_prompts(Prompts.from_rows(rows, backend))

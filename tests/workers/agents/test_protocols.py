@@ -196,8 +196,7 @@ def test_chat_parameters_are_read(served: Served):
     )
     (turn,) = served.requests
     assert (turn.model, turn.max_tokens, turn.stop) == ("m", 9, ("\n\n", "END"))
-    assert turn.overridden == ("temperature", "min_p", "seed", "tool_choice")
-    assert turn.response_format == shape
+    assert turn.overridden == ("temperature", "min_p", "seed", "tool_choice", "response_format")
     assert turn.conversation.tools == ({"type": "function", "function": LS},)
     assert turn.conversation.template_arguments == {"enable_thinking": False}
     assert turn.conversation.messages == (Message("user", USER["content"]),)
@@ -276,9 +275,8 @@ def test_response_parameters_are_read(served: Served):
     assert turn.conversation.messages == (Message("system", "Be brief."), Message("user", "Hi"))
     assert turn.conversation.tools == ({"type": "function", "function": {**LS, "strict": True}},)
     assert turn.conversation.template_arguments == {"reasoning_effort": "low"}
-    assert (turn.max_tokens, turn.logprobs, turn.overridden) == (9, True, ("temperature",))
-    schema = {"name": "a", "schema": PARAMETERS, "strict": True}
-    assert turn.response_format == {"type": "json_schema", "json_schema": schema}
+    assert (turn.max_tokens, turn.logprobs) == (9, True)
+    assert turn.overridden == ("temperature", "response_format")
 
 
 def test_items_of_one_turn_become_one_message_and_those_of_two_turns_two():
@@ -389,8 +387,7 @@ def test_message_parameters_are_read(served: Served):
     assert system == Message("system", "Be brief.\nBe kind.")
     assert turn.conversation.tools == ({"type": "function", "function": LS},)
     assert turn.conversation.template_arguments == {"enable_thinking": False}
-    assert turn.overridden == ("top_k", "tool_choice")
-    assert turn.response_format["json_schema"]["schema"] == PARAMETERS
+    assert turn.overridden == ("top_k", "tool_choice", "response_format")
 
 
 def test_tool_results_become_messages_in_the_order_of_the_blocks():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.workers.agents.failures import Discarded
+from weft.workers.agents.harness import Function, as_harness
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import Children, Context
 
@@ -47,8 +49,10 @@ def prompts(number: int, **more: Any) -> Batch:
     return Batch.of(**columns, task=[f"t{k}" for k in range(number)], **more)
 
 
-def parts_of(worker: RolloutWorker, rows: Batch, n: int) -> list[tuple[Children, Any]]:
-    steps = worker.run(rows, harness=_unused, n=n, sampling=Sampling(max_tokens=20))
+def parts_of(
+    worker: RolloutWorker, rows: Batch, n: int, harness: Any = _unused
+) -> list[tuple[Children, Any]]:
+    steps = worker.run(rows, harness=harness, n=n, sampling=Sampling(max_tokens=20))
     return [part for part in steps if part is not None]
 
 
@@ -156,3 +160,78 @@ def test_more_episodes_than_a_prompt_can_have_are_refused(tmp_path: Path):
             next(worker.run(prompts(1), harness=_unused, n=5000))
 
     serve(tmp_path, _unused, main)
+
+
+def test_two_nodes_have_different_episodes_of_a_prompt(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        ids: list[int] = []
+        for draw in ([], [2]):
+            parts = await asyncio.to_thread(parts_of, worker, prompts(1, draw_path=[draw]), 2)
+            ids += [i for children, _ in parts for i in children.rows["episode_id"].to_pylist()]
+        assert len(set(ids)) == 4
+
+    serve(tmp_path, harness, main)
+
+
+def test_rewards_of_turns_reach_the_turns_of_a_sub_agent(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> dict[str, Any]:
+        async with chat(base_url) as client:
+            messages: list[dict[str, Any]] = [{"role": "user", "content": row["task"]}]
+            messages += [await ask(client, messages), {"role": "user", "content": "go on"}]
+            await ask(client, [{"role": "user", "content": "a helper's task"}])
+            await ask(client, messages)
+        return {"reward": 1.0, "turn_rewards": [1.0, 2.0, 3.0]}
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        given = Function(function=_unused, writes=("reward", "turn_rewards"))
+        ((children, _),) = await asyncio.to_thread(parts_of, worker, prompts(1), 1, given)
+        helpers = [
+            "helper's" in served.renderer.decode(ids) for ids in children.rows["prompt_ids"].to_pylist()
+        ]
+        rewards = dict(zip(helpers, children.rows["turn_rewards"].to_pylist(), strict=True))
+        assert rewards == {True: [2.0], False: [1.0, 3.0]}
+
+    serve(tmp_path, harness, main)
+
+
+def test_the_gateway_gets_the_drivers_name_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        worker._folder = tmp_path / "a copy on another node"
+        open_it = worker._episodes.open
+
+        def noted(call: Any) -> None:
+            opened.append(call.model)
+            open_it(call)
+
+        monkeypatch.setattr(worker._episodes, "open", noted)
+        steps = worker.run(prompts(1), harness=_unused, n=1)
+        await asyncio.to_thread(next, steps)
+        await asyncio.to_thread(steps.close)
+
+    serve(tmp_path, _unused, main)
+    assert opened == [str(tmp_path / "model")]
+
+
+def test_the_driver_plans_a_harness_with_its_own_folder_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SEARCH_KEY", "known to the driver only")
+    (tmp_path / "agent.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    harness = Function(function="agent.py:run", variables=("SEARCH_KEY",))
+    plan = harness.plan()
+    sent = pickle.dumps(RolloutWorker.sent_arguments({"harness": harness, "n": 2}))
+    monkeypatch.chdir("/")
+    monkeypatch.delenv("SEARCH_KEY")
+    arguments = pickle.loads(sent)
+    assert as_harness(arguments["harness"]).plan() == plan and arguments["n"] == 2

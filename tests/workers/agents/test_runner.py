@@ -207,7 +207,7 @@ def test_the_harness_sees_only_the_variables_that_are_allowed(
     assert seen["OPENAI_BASE_URL"] == f"{rig.address}/e/key0/v1" and seen["OPENAI_API_KEY"] == "key0"
     assert seen["ANTHROPIC_BASE_URL"] == f"{rig.address}/e/key0"
     assert seen["HOME"].startswith(str(tmp_path)) and seen["CUDA_VISIBLE_DEVICES"] == ""
-    assert seen["PATH"] == os.environ["PATH"]
+    assert seen["PATH"] == os.environ["PATH"] and seen["NO_PROXY"] == "127.0.0.1"
 
 
 def test_the_kernel_kills_an_episode_before_the_trainer_if_memory_is_short(rig: Rig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -36,13 +37,19 @@ class Talk:
         request = TurnRequest(Conversation(tuple(messages)), **options)  # pyright: ignore[reportArgumentType]
         return self.session.begin(request, retry=retry)
 
-    def end(self, turn: Turn, text: str, *, stop: bool = True) -> Message:
+    def end(
+        self,
+        turn: Turn,
+        text: str,
+        *,
+        stop: bool = True,
+        reason: Literal["stop", "length"] | None = None,
+    ) -> Message:
         ids = self.renderer.ids(text) + [0] * stop
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         versions = np.full(len(ids), self.version, np.int32)
-        response = Response(
-            0, 0, np.array(ids, np.int32), logprobs, versions, "stop" if stop else "length"
-        )
+        reason = reason or ("stop" if stop else "length")
+        response = Response(0, 0, np.array(ids, np.int32), logprobs, versions, reason)
         return self.session.end(turn, response)
 
     def say(self, messages: list[Message], text: str, *, stop: bool = True) -> list[Message]:
@@ -306,3 +313,37 @@ def test_an_assistants_name_and_the_form_of_a_number_are_no_other_history():
     assert (len(talk.session.rows()), talk.session.retokenised) == (1, 0)
     whole, fraction = (Message("assistant", "", (ToolCall("f", {"x": x}),)) for x in (1, 1.0))
     assert whole.identity == fraction.identity
+
+
+def test_a_row_knows_which_of_the_episodes_turns_are_its_own():
+    talk = Talk()
+    main = talk.say([user("plan")], "ask helper")
+    talk.say([Message("system", "you help"), user("task")], "done")
+    main = talk.say([*main, Message("tool", "done")], "thanks")
+    (lost,) = talk.begin([user("nobody waits for this")])
+    talk.end(lost, "c")
+    lost.abandoned = True
+    talk.say([*main, user("more")], "more")
+    assert [row.turns.tolist() for row in talk.session.rows()] == [[1], [0, 2, 3]]
+
+
+def test_a_stop_string_is_in_the_row_and_not_in_the_message():
+    talk = Talk()
+    (turn,) = talk.begin([user("a")], stop=("Observation:", "END"))
+    reply = talk.end(turn, "look left Observation:", stop=False, reason="stop")
+    assert (reply.content, turn.stop_string) == ("look left ", "Observation:")
+    # The harness adds its own observation.
+    talk.say([user("a"), said("look left"), user("Observation: a door")], "enter")
+    (row,) = talk.session.rows()
+    assert talk.text(row)[1].startswith("look left Observation: [<end>] [<user>] [Observation:] [a]")
+    assert row.mask.tolist() == [1, 1, 1, *[0] * 7, 1, 1]
+
+
+@pytest.mark.parametrize(("text", "stop", "reason"), [("END", True, "stop"), ("END", False, "length")])
+def test_a_turn_that_ended_otherwise_keeps_its_whole_text(
+    text: str, stop: bool, reason: Literal["stop", "length"]
+):
+    """For example, because it has fewer than `min_tokens`."""
+    talk = Talk()
+    (turn,) = talk.begin([user("a")], stop=("END",))
+    assert (talk.end(turn, text, stop=stop, reason=reason).content, turn.stop_string) == ("END", "")

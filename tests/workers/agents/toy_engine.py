@@ -13,7 +13,8 @@ from .words import WordRenderer
 
 
 class ToyEngine:
-    """Samples `answer(prompt)`, then the stop token. Token k has the log-probability -k - 1."""
+    """Samples `answer(prompt)`, then the stop token, unless a word is a stop string. Token k has the
+    log-probability -k - 1."""
 
     def __init__(self, renderer: WordRenderer, answer: Callable[[str], str]) -> None:
         self.renderer, self.answer = renderer, answer
@@ -30,7 +31,9 @@ class ToyEngine:
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         self.requests.append((request, sampling))
         text = self.answer(self.renderer.decode(request.prompt_ids.tolist()))
+        stops = [k for k, word in enumerate(text.split()) if word in (sampling.stop or ())]
         ids = [*self.renderer.ids(text), 0]
+        ids = ids[: stops[0] + 1] if stops else ids
         self._left[len(self.requests)] = ids, [], min(len(ids), sampling.max_tokens)
         return len(self.requests)
 
