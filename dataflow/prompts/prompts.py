@@ -515,6 +515,36 @@ class Prompts:
         return cls._of(rows_in_memory(rows, name, how.limit), tokenizer, how)
 
     @classmethod
+    def reasoning_gym(
+        cls,
+        task: str,
+        tokenizer: str | Path | Tokenizer,
+        *,
+        size: int = 1000,
+        seed: int = 0,
+        level: int | None = None,
+        difficulty: Mapping[str, Any] | None = None,
+        **settings: Unpack[ReadArguments],
+    ) -> Prompts:
+        """Create prompts of a task of reasoning-gym, which needs the extra `reasoning-gym` but no
+        download. `ReasoningGym()` grades the responses.
+
+            prompts = weft.Prompts.reasoning_gym("chain_sum", model, size=10_000, seed=0)
+            train, held_out = prompts.hold_out(200)
+
+        Args:
+            task: one of its hundred tasks, such as "chain_sum", "countdown" or "maze".
+            size: rows to make. Equal questions are kept once, so there may be fewer.
+            level: level of the task's curriculum, from 0; None for its default settings.
+            difficulty: settings of the task, such as `{"max_terms": 3}`.
+            settings: fields of `ReadSettings`.
+        """
+        from .procedural_tasks import task_rows
+
+        rows = task_rows(task, size, seed, level, difficulty or {})
+        return cls.from_rows(rows, tokenizer, name=task, **settings)
+
+    @classmethod
     def _of(cls, exact: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
         _refuse_columns(exact)
         names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
