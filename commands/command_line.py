@@ -46,6 +46,7 @@ TREE: Mapping[str, Any] = {
     "samples": "samples:samples",
     "diff": "runs:diff",
     "export": "export:export",
+    "merge": "merge:merge",
     "timeline": "timeline:timeline",
     "buffer": {
         "check": "buffer:check",

@@ -38,13 +38,13 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder")
     checkpoint = _checkpoint(find_run(run), step)
-    model = _model(checkpoint, group)
+    model = model_of(checkpoint, group)
     if damage := verify_manifest(checkpoint):
         raise RunError(f"{checkpoint} is damaged: {damage[0]}; --step exports another checkpoint")
     from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
 
     is_adapter = (model / ADAPTER_CONFIG_FILE).is_file()
-    with _written(out) as partial:
+    with written(out) as partial:
         if merged and is_adapter:
             from ..workers.training.safetensors_files import write_merged
 
@@ -59,7 +59,7 @@ def export(
 
 
 @contextmanager
-def _written(out: Path) -> Iterator[Path]:
+def written(out: Path) -> Iterator[Path]:
     """Yield a partial folder next to `out`, which the caller renames to `out` when it is complete.
     Removes the folder if writing fails."""
     from ..dataflow.runs.files import remove
@@ -77,7 +77,8 @@ def _written(out: Path) -> Iterator[Path]:
         raise RunError(f"{out} cannot be written: {why}") from None
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by step. Raises a UserError if there are none."""
     from ..controllers.recovery.checkpoints import complete_checkpoints, step_of
     from ..dataflow.runs.files import CHECKPOINTS
 
@@ -86,6 +87,11 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         raise UserError(
             f"{run} has no checkpoint: CheckpointConfig(every=...) makes them, and a script may also save its model itself"
         )
+    return there
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    there = checkpoints_of(run)
     if step is None:
         return there[max(there)]
     if step not in there:
@@ -95,7 +101,8 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     return there[step]
 
 
-def _model(checkpoint: Path, group: str | None) -> Path:
+def model_of(checkpoint: Path, group: str | None) -> Path:
+    """Return the folder of a group's model in a checkpoint."""
     there = {path.parent.name: path for path in sorted(checkpoint.glob(f"*/{MODEL}")) if path.is_dir()}
     if not there:
         raise UserError(f"{checkpoint} has no model: none of its worker groups trains one")

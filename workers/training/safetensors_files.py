@@ -11,7 +11,7 @@ import errno
 import json
 import operator
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -209,6 +209,98 @@ def _name_stop_tokens(folder: Path, source: Path, disk: Disk) -> None:
 
 def _write_json(path: Path, content: Mapping[str, Any], disk: Disk) -> None:
     write_file(path, [json.dumps(content, indent=2).encode() + b"\n"], disk)
+
+
+# Average the weights of several folders
+
+
+def write_average(models: Sequence[Path], weights: Sequence[float], folder: Path) -> None:
+    """Write the weighted average of model or adapter folders, in the dtype of the first. `weights`
+    add up to 1. One tensor at a time is in memory, and one file of the first folder.
+
+    The average of adapters has their ranks one after the other: W + sum_i w_i s_i B_i A_i, with the
+    weights in its B. Raises ValueError if the folders differ in tensors, shapes or settings.
+    """
+    adapters = [(model / ADAPTER_CONFIG_FILE).is_file() for model in models]
+    if len(set(adapters)) > 1:
+        raise ValueError("some are adapters and others are complete models")
+    disk = Disk()
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_companions(folder, models[0], disk)
+    if (models[0] / CONFIG_FILE).is_file():
+        write_file(folder / CONFIG_FILE, [(models[0] / CONFIG_FILE).read_bytes()], disk)
+    factors = [list(weights)] * 2
+    if adapters[0]:
+        factors = [[1.0] * len(models), _adapter_factors(models, weights, folder, disk)]
+    for index in models[0].glob("*.safetensors.index.json"):
+        write_file(folder / index.name, [index.read_bytes()], disk)
+    stored = [_all_tensors(model) for model in models]
+    for other, model in zip(stored[1:], models[1:], strict=True):
+        if difference := stored[0].keys() ^ other.keys():
+            raise ValueError(f"{models[0]} and {model} differ in {sorted(difference)[0]!r}")
+    for file in sorted({tensor.file for tensor in stored[0].values()}):
+        made: dict[str, Tensor] = {}
+        for name, tensor in stored[0].items():
+            if tensor.file != file:
+                continue
+            parts = [of_model[name] for of_model in stored]
+            if ".lora_A." in name or ".lora_B." in name:
+                by_rank = 0 if ".lora_A." in name else 1
+                scaled = zip(parts, factors[by_rank], strict=True)
+                whole = torch.cat([factor * _content(part).float() for part, factor in scaled], by_rank)
+                made[name] = whole.to(tensor.dtype)
+                continue
+            for part, model in zip(parts, models, strict=True):
+                if part.shape != tensor.shape:
+                    raise ValueError(
+                        f"{name!r} is {part.shape} in {model} and {tensor.shape} in {models[0]}"
+                    )
+            if not tensor.dtype.is_floating_point:
+                made[name] = _content(tensor)
+                continue
+            total = torch.zeros(tensor.shape, dtype=torch.float64)
+            for part, weight in zip(parts, weights, strict=True):
+                total.add_(_content(part).double(), alpha=weight)
+            made[name] = total.to(tensor.dtype)
+        write_tensors(folder / file.name, made, {"format": "pt"}, disk)
+
+
+def _all_tensors(model: Path) -> dict[str, _StoredTensor]:
+    return {
+        name: one
+        for file in sorted(model.glob("*.safetensors"))
+        for name, one in open_tensors(file).items()
+    }
+
+
+def _content(tensor: _StoredTensor) -> Tensor:
+    return tensor.read_box(Box((0,) * len(tensor.shape), tensor.shape))
+
+
+def _adapter_factors(
+    models: Sequence[Path], weights: Sequence[float], folder: Path, disk: Disk
+) -> list[float]:
+    """Write the settings of the joined adapter, whose scale is 1, and return the factor of each B."""
+    settings = [read_json(model / ADAPTER_CONFIG_FILE) for model in models]
+    first = settings[0]
+    for other, model in zip(settings, models, strict=True):
+        if other.get("use_dora") or other.get("rank_pattern") or other.get("alpha_pattern"):
+            raise ValueError(f"{model} is no plain LoRA adapter (DoRA, or ranks that differ by layer)")
+        for name in ("base_model_name_or_path", "target_modules", "modules_to_save", "bias"):
+            one, two = (
+                sorted(v) if isinstance(v, list) else v for v in (first.get(name), other.get(name))
+            )
+            if one != two:
+                raise ValueError(f"{name} is {two!r} in {model} and {one!r} in {models[0]}")
+    rank = sum(each["r"] for each in settings)
+    joined = {**first, "r": rank, "lora_alpha": rank, "use_rslora": False}
+    (folder / ADAPTER_CONFIG_FILE).unlink(missing_ok=True)
+    _write_json(folder / ADAPTER_CONFIG_FILE, joined, disk)
+    roots = [each["r"] ** 0.5 if each.get("use_rslora") else each["r"] for each in settings]
+    return [
+        weight * each["lora_alpha"] / root
+        for weight, each, root in zip(weights, settings, roots, strict=True)
+    ]
 
 
 # Merge an adapter's folder with its base model's
