@@ -28,7 +28,7 @@ from weft.algorithms.grpo import grpo
 SIZE = 4
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 MOST_TURNS, SHOWN_TURNS = 8, 4
-HELD_OUT, DEMONSTRATIONS, WARM_STEPS = 60, 4000, 150
+HELD_OUT, DEMONSTRATIONS, WARM_STEPS = 60, 4000, 500
 HABIT, RIGHT = 0.5, 0.35
 """Shares of the moves in demonstrations: down by habit, and towards the goal. Others are random."""
 Cell = tuple[int, int]

@@ -39,7 +39,7 @@ TEMPLATE = """\
 
 class Settings(arithmetic.SamplingSettings):
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates. Default: 60; with --small 3."""
+    """Number of updates. Default: 30; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
     """Number of tasks per step, each with eight episodes. Default: 16; with --small 4."""
 
@@ -78,12 +78,12 @@ def learn(
     settings: Settings, training: Graph, accuracy: Graph, *, actor: weft.ActorWorker, title: str
 ) -> None:
     """Run the training graph, with the other graph as evaluation. Print the results as JSON."""
-    steps = settings.size(settings.steps, 60, small=3)
+    steps = settings.size(settings.steps, 30, small=3)
     prompts = settings.size(settings.prompts, 16, small=4)
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),
-        evaluations=[weft.Evaluation(accuracy, every=20)],
+        evaluations=[weft.Evaluation(accuracy, every=10)],
         backend=settings.new_backend(),
         root=settings.root,
         name=settings.name,
