@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import re
@@ -29,6 +31,24 @@ from {lowest:g} (useless) to {highest:g} (perfect).
 <response>
 {response}
 </response>"""
+RUBRIC = """Check whether the response to the task meets each criterion. Think it over briefly, and end with one line for each \
+criterion, "N: yes" or "N: no", where N is its number.
+
+<task>
+{prompt}
+</task>
+<reference>
+{answer}
+</reference>
+<response>
+{response}
+</response>
+<criteria>
+{criteria}
+</criteria>"""
+_VERDICT = re.compile(r"^\W*(\d+)\W{1,5}(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+REMEMBERED = 10_000
+"""Number of questions whose rewards a judge remembers."""
 REPEATED = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP status codes to retry."""
 RETRIES = 3
@@ -45,6 +65,12 @@ class Judge(Config):
     >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b")
     >>> judge.reward_in("Sound, but wordy.\\nScore: 8/10")
     0.8
+
+    With `criteria`, it asks which of them the response meets. The reward is the sum of the weights of
+    those it meets, divided by the sum of the positive weights (Rubrics as Rewards, arXiv:2507.17746,
+    eq. 1), between 0 and 1:
+
+        Judge(address=..., model=..., criteria={"States the result": 2, "Names a source": 1, "Is rude": -2})
     """
 
     address: str
@@ -55,6 +81,9 @@ class Judge(Config):
     question: str = QUESTION
     """Prompt for the judge. Weft replaces `{prompt}`, `{response}`, `{answer}`, `{lowest}` and
     `{highest}` by their values. Set one that names your task's criteria."""
+    criteria: Mapping[str, float] = {}
+    """Criteria with their weights, instead of one score; a negative weight is a penalty. A column
+    `rubric` with such a mapping (or its JSON text) adds the criteria of a row."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. The last match counts. Change it if the
     question asks for another format."""
@@ -89,6 +118,8 @@ class Judge(Config):
             raise ValueError(f"scale must rise, from the worst score to the best; {self.scale} does not")
         if re.compile(self.score).groups != 1:
             raise ValueError(f"score={self.score!r} must have one group, which is the number")
+        if self.criteria:
+            _check_criteria(self.criteria)
         return self
 
     @property
@@ -99,15 +130,45 @@ class Judge(Config):
     def check(self) -> None:
         self._headers()
 
-    async def __call__(self, response: str, prompt: str = "", answer: Any = "") -> float:
-        """Grade one response. Raises a RuntimeError (without the key) if it gets no score."""
+    async def __call__(
+        self, response: str, prompt: str = "", answer: Any = "", rubric: Any = None
+    ) -> float:
+        """Grade one response. Raises a RuntimeError (without the key) if it gets no score. The same
+        question is asked once."""
         lowest, highest = (f"{end:g}" for end in self.scale)
+        criteria = {**self.criteria, **_rubric_of(rubric)}
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}
         values |= {"lowest": lowest, "highest": highest}
+        values["criteria"] = "\n".join(f"{k}. {text}" for k, text in enumerate(criteria, start=1))
+        question = RUBRIC if criteria and self.question == QUESTION else self.question
         # Substitute in one pass, to keep braces in a response.
-        asked = re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), self.question)
-        return self.reward_in(await self._reply(asked))
+        asked = re.sub(r"\{(\w+)(?::g)?\}", lambda m: values.get(m[1], m[0]), question)
+        key = hashlib.sha256(asked.encode("utf-8", "surrogatepass")).digest()
+        if key not in self._remembered:
+            reply = await self._reply(asked)
+            reward = self.share_met(reply, criteria) if criteria else self.reward_in(reply)
+            if len(self._remembered) >= REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)), None)
+            self._remembered[key] = reward
+        return self._remembered[key]
+
+    def share_met(self, reply: str, criteria: Mapping[str, float]) -> float:
+        """Return the reward in a reply about criteria, from 0 to 1. Raises a RuntimeError if it lacks
+        one.
+
+        >>> judge = Judge(address="http://127.0.0.1:8000/v1", model="qwen3-8b")
+        >>> judge.share_met("1: yes\\n2: no\\n3: yes", {"correct": 3, "short": 1, "rude": -1})
+        0.5
+        """
+        met = {int(number): said.lower() == "yes" for number, said in _VERDICT.findall(reply)}
+        missing = [text for k, text in enumerate(criteria, start=1) if k not in met]
+        if missing:
+            raise RuntimeError(
+                f"the judge {self.model} gave no verdict on {missing[0]!r}: {reply[-300:]!r}"
+            )
+        gained = math.fsum(weight for k, weight in enumerate(criteria.values(), start=1) if met[k])
+        return min(max(gained / math.fsum(w for w in criteria.values() if w > 0), 0.0), 1.0)
 
     def reward_in(self, reply: str) -> float:
         """Return the reward in a reply, from 0 to 1. Raises a RuntimeError if it has no score."""
@@ -157,6 +218,10 @@ class Judge(Config):
         raise RuntimeError(f"{failure} ({RETRIES + 1} times)")
 
     @cached_property
+    def _remembered(self) -> dict[bytes, float]:
+        return {}
+
+    @cached_property
     def _client(self) -> Any:
         import httpx
 
@@ -178,7 +243,25 @@ class Judge(Config):
 
     def __getstate__(self) -> dict[Any, Any]:
         state = super().__getstate__()
-        return {**state, "__dict__": {k: v for k, v in state["__dict__"].items() if k != "_client"}}
+        kept = {k: v for k, v in state["__dict__"].items() if k not in ("_client", "_remembered")}
+        return {**state, "__dict__": kept}
+
+
+def _rubric_of(rubric: Any) -> Mapping[str, float]:
+    if rubric in (None, ""):
+        return {}
+    found = json.loads(rubric) if isinstance(rubric, str) else rubric
+    _check_criteria(found)
+    return found
+
+
+def _check_criteria(criteria: Any) -> None:
+    weights = list(criteria.values()) if isinstance(criteria, Mapping) else [None]
+    numbers = all(isinstance(w, int | float) and math.isfinite(w) for w in weights)
+    if not numbers or not any(w > 0 for w in weights):
+        raise ValueError(
+            f"criteria must map texts to finite weights, at least one of them above 0, not {criteria!r}"
+        )
 
 
 def _text_of(reply: Any, model: str) -> str:

@@ -277,6 +277,31 @@ def test_a_judge_is_asked_and_its_last_score_is_the_reward(
     assert "secret-7" not in repr(judge) and pickle.loads(pickle.dumps(judge)) == judge
 
 
+def test_a_judge_weighs_the_criteria_that_are_met_and_is_asked_once(address: str, model: Path):
+    judge = Judge(address=address, model="m", criteria={"right": 2, "short": 1, "rude": -1})
+    OpenAI.replies = [
+        (200, "1: no, wait...\n**1**: yes\n2. No\n3: yes"),
+        (200, "1: yes\n2: yes\n3: no\n4: no"),
+    ]
+    batch = Batch.of(
+        sample_id=[7, 8, 9],
+        prompt=["?"] * 3,
+        response_ids=[[1]] * 3,
+        rubric=[None, '{"kind": 1}', None],
+    )
+    rows = [scored(judge, model, batch.slice(k, 1))[0]["reward"].to_pylist() for k in range(3)]
+    assert rows == [[pytest.approx(1 / 3)], [0.75], [pytest.approx(1 / 3)]]
+    assert len(OpenAI.requests) == 2, "equal questions are asked once"
+    asked = OpenAI.requests[1][2]["messages"][0]["content"]
+    assert "1. right\n2. short\n3. rude\n4. kind" in asked
+    OpenAI.replies = [(200, "1: yes\n3: no")]
+    with pytest.raises(RuntimeError, match="gave no verdict on 'short'"):
+        scored(judge, model, many(1))
+    for criteria in ({"rude": -1}, {"right": float("nan")}):
+        with pytest.raises(UserError, match=r"above 0|a finite number"):
+            Judge(address=address, model="m", criteria=criteria)
+
+
 def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
     address: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -290,7 +315,8 @@ def test_a_judge_is_asked_again_when_it_is_busy_and_its_failure_is_the_samples(
         ([(200, "I cannot say")], "gave no score: 'I cannot say'"),
         ([(200, {"choices": []})], "did not answer in OpenAI's format"),
     ]
-    for replies, message in cases:
+    for number, (replies, message) in enumerate(cases):
+        judge = Judge(address=address, model=f"m{number}")  # the first one remembers its verdict
         OpenAI.replies = list(replies)
         with pytest.raises(RuntimeError, match=message) as caught:
             scored(judge, model, many(1))
