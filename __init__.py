@@ -39,6 +39,7 @@ _MODULES: dict[str, str] = {
     "Simulated": "controllers.simulation.backend",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.source",
+    "TeacherWorker": "workers.teacher",
     "TrainingBatch": "dataflow.operation",
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
@@ -104,6 +105,7 @@ if (
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
+    from .workers.teacher import TeacherWorker as TeacherWorker
     from .workers.training.lora import Lora as Lora
     from .workers.training.lora import adapter_off as adapter_off
     from .workers.worker import Worker as Worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,9 +53,7 @@ class ReferenceWorker(EngineWorker):
     def check(cls, config: ReferenceConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         for node in nodes:
-            top = node.arguments.get("top", 1)
-            if not isinstance(top, int) or top < 1:
-                raise UserError(f"node {node.name!r}: top must be an integer of at least 1, not {top!r}")
+            check_top(node.name, node.arguments.get("top", 1))
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -110,21 +109,7 @@ class ReferenceWorker(EngineWorker):
             where: a column and a value; other rows keep the tokens of another teacher.
         """
         self._check_whole()
-        rows = batch.with_columns(prompt_ids=batch[prompts])
-        mine = np.arange(len(batch))
-        if where is not None:
-            mine = np.flatnonzero([value == where[1] for value in batch[where[0]].to_pylist()])
-        logprobs, ids, cu_seqlens = self.engine.top_logprobs(rows.take(mine), top)
-        ends = cu_seqlens * ids.shape[1]
-        made = Batch.of(teacher_ids=(ids.ravel(), ends), teacher_logprobs=(logprobs.ravel(), ends))
-        # Rows of other teachers keep their tokens, or get none yet.
-        index = np.arange(len(batch))
-        index[mine] = len(batch) + np.arange(len(mine))
-        columns: dict[str, pa.Array] = {}
-        for column in (TEACHER_IDS, TEACHER_LOGPROBS):
-            before = batch[column] if column in batch else pa.array([[]] * len(batch), column.type)
-            columns[str(column)] = pa.concat_arrays([before, made[column]]).take(pa.array(index))
-        return batch.with_columns(**columns)
+        return with_teacher(batch, prompts, where, lambda rows: self.engine.top_logprobs(rows, top))
 
     def _check_whole(self) -> None:
         if not self._whole:
@@ -145,3 +130,36 @@ class ReferenceWorker(EngineWorker):
         self._whole = True
         self.version = weights.version
         return checksum
+
+
+# What a teacher writes, whichever engine computes it.
+
+
+Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(log-probabilities [T, k] float32 nats, token ids [T, k] int32, cu_seqlens [rows + 1])."""
+
+
+def check_top(name: str, top: object) -> None:
+    if not isinstance(top, int) or isinstance(top, bool) or top < 1:
+        raise UserError(f"node {name!r}: top must be an integer of at least 1, not {top!r}")
+
+
+def with_teacher(
+    batch: Batch, prompts: str, where: tuple[str, Any] | None, score: Callable[[Batch], Scores]
+) -> Batch:
+    """Add `teacher_ids` and `teacher_logprobs` to the rows that `where` selects, with prompts from
+    the column `prompts`. Other rows keep those of another teacher, or get none yet."""
+    rows = batch.with_columns(prompt_ids=batch[prompts])
+    mine = np.arange(len(batch))
+    if where is not None:
+        mine = np.flatnonzero([value == where[1] for value in batch[where[0]].to_pylist()])
+    logprobs, ids, cu_seqlens = score(rows.take(mine))
+    ends = cu_seqlens * ids.shape[1]
+    made = Batch.of(teacher_ids=(ids.ravel(), ends), teacher_logprobs=(logprobs.ravel(), ends))
+    index = np.arange(len(batch))
+    index[mine] = len(batch) + np.arange(len(mine))
+    columns: dict[str, pa.Array] = {}
+    for column in (TEACHER_IDS, TEACHER_LOGPROBS):
+        before = batch[column] if column in batch else pa.array([[]] * len(batch), column.type)
+        columns[str(column)] = pa.concat_arrays([before, made[column]]).take(pa.array(index))
+    return batch.with_columns(**columns)

@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         """Requests that vLLM has not finished, keyed by their names in vLLM."""
         self._tickets = itertools.count()
+        self._scored: dict[str, Any] = {}
+        """Results of `top_logprobs` by name in vLLM; None until vLLM has finished them."""
         self._finished: list[Response] = []
         """Responses for the next `step` to return."""
         self._salt = 0
@@ -188,6 +190,61 @@ class VllmEngine:
             self._step()
         finished, self._finished = self._finished, []
         return finished
+
+    def top_logprobs(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], k: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the k likeliest tokens at each position of the responses, at temperature 1:
+        (log-probabilities [T, k] float32 nats, largest first; token ids [T, k] int32). Raises a
+        GenerationError if vLLM refuses a row: prompt and response need a context of one token more."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if not self._whole:
+            raise GenerationError(NOT_WHOLE)
+        if self._sleeping is not None:
+            self._sleeping.wake()
+        wanted = SamplingParams(
+            max_tokens=1,  # vLLM must sample; the token is discarded
+            temperature=0,
+            prompt_logprobs=k,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        names = [f"score-{next(self._tickets)}" for _ in prompts]
+        self._scored |= dict.fromkeys(names)
+        try:
+            rows = zip(names, prompts, responses, strict=True)
+            for row, (name, prompt, response) in enumerate(rows):
+                ids = np.concatenate([prompt, response]).tolist()
+                tokens: dict[str, Any] = {"prompt_token_ids": ids}
+                if self._prefix_caching:
+                    tokens["cache_salt"] = str(self._salt)
+                parameters, adapter = wanted.clone(), self._adapter_request
+                try:
+                    self._engine.add_request(name, tokens, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
+                except Exception as error:
+                    raise GenerationError(f"vLLM cannot score row {row}: {error}") from error
+            while any(self._scored[name] is None for name in names):
+                if not self._engine.has_unfinished_requests():
+                    raise GenerationError("vLLM dropped rows to score")
+                self._step()
+            found = [self._scored[name].prompt_logprobs for name in names]
+        except BaseException:
+            self._engine.abort_request(names)
+            raise
+        finally:
+            for name in names:
+                del self._scored[name]
+        k = min(k, self._engine.model_config.get_vocab_size())
+        parts = [
+            _likeliest(flat, len(response), k) for flat, response in zip(found, responses, strict=True)
+        ]
+        if not parts:
+            return np.zeros((0, k), np.float32), np.zeros((0, k), np.int32)
+        logprobs, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return logprobs, ids
 
     def abort(self, tickets: Collection[int]) -> None:
         keys = [key for key in map(str, tickets) if key in self._requests]
@@ -408,8 +465,13 @@ class VllmEngine:
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
         for output in outputs:
+            if output.request_id in self._scored:
+                self._scored[output.request_id] = output
+                continue
             self._look_for_stop(output)  # pyright: ignore[reportArgumentType]
-        finished: list[Any] = [output for output in outputs if output.finished]
+        finished: list[Any] = [
+            output for output in outputs if output.finished and output.request_id not in self._scored
+        ]
         taken = self._take_routes([output.request_id for output in finished]) if finished else []
         ended = [self._requests.pop(output.request_id, None) for output in finished]
         for output, request, recorded in zip(finished, ended, taken, strict=True):
@@ -520,6 +582,17 @@ def _response(output: RequestOutput, request: _Request) -> Response:
         versions=versions,
         finish_reason=completion.finish_reason,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _likeliest(flat: Any, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities and ids of the k likeliest tokens, [number, k] each, at the last
+    positions of vLLM's flat result."""
+    logprobs, ids = np.zeros((number, k), np.float32), np.zeros((number, k), np.int32)
+    for row, position in enumerate(range(len(flat) - number, len(flat))):
+        # The prompt's own token comes first, then the likeliest in order.
+        end = flat.end_indices[position]
+        logprobs[row], ids[row] = flat.logprobs[end - k : end], flat.token_ids[end - k : end]
+    return logprobs, ids
 
 
 def _version_name(version: int) -> str:

@@ -130,6 +130,7 @@ class VllmSettings(Config):
             "enforce_eager": not self.compiles(on_gpu),
             # Trainers compare with the sampling distribution, which includes the temperature.
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,  # teachers return any number; a request says how many
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # ignore the model's sampling defaults: `Sampling` is complete
             "enable_sleep_mode": on_gpu,

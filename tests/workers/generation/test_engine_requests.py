@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_model import STOP, all_of, prompts_of, published, requests_of, straight_logprobs
+from engine_model import STOP, VOCABULARY, all_of, prompts_of, published, requests_of, straight_logprobs
 from tokenizers import Tokenizer
 
 from weft.algorithms.sampling import Sampling
-from weft.dataflow.errors import GenerationError
+from weft.dataflow.batch import Batch
+from weft.dataflow.errors import GenerationError, SampleError
 from weft.resharding import sources
 from weft.resharding.publisher import WeightPublisher
 from weft.workers.generation.engine import (
@@ -24,6 +25,8 @@ from weft.workers.generation.engine import (
 )
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
+from weft.workers.reference import ReferenceConfig, ReferenceWorker
+from weft.workers.teacher import TeacherWorker
 
 SAMPLINGS = (
     Sampling(max_tokens=24),
@@ -237,3 +240,53 @@ def test_vllm_enforces_the_structure_of_each_request(
     with pytest.raises(GenerationError, match="vLLM refuses request 6: division by zero"):
         vllm.submit(GenerationRequest(6, prompt, structure=Structure("regex", "d")), sampling)
     assert not vllm.num_unfinished and not vllm._engine.has_unfinished_requests()
+
+
+@pytest.mark.vllm
+def test_likeliest_tokens_by_vllm_are_those_of_a_forward_pass(vllm: VllmEngine, model: Any):
+    """Also beside a request that samples, whose tokens stay the same."""
+    drawn = np.random.default_rng(0)
+    prompts = [drawn.integers(3, VOCABULARY, n).astype(np.int32) for n in (1, 4, 7)]
+    responses = [drawn.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 1, 0)]
+    sampling = Sampling(max_tokens=12, stop=None)
+    alone = all_of(vllm, [GenerationRequest(0, prompts[1], 3)], sampling)[0]
+    ticket = vllm.submit(GenerationRequest(0, prompts[1], 3), sampling)
+    vllm.step()
+    logprobs, ids = vllm.top_logprobs(prompts, responses, 4)
+    row = 0
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens = torch.tensor(np.concatenate([prompt, response]).tolist())[None]
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        for position in range(len(response)):
+            np.testing.assert_allclose(logprobs[row], logits[position].topk(4).values, atol=1e-4)
+            np.testing.assert_allclose(logits[position][ids[row].tolist()], logprobs[row], atol=1e-4)
+            row += 1
+    assert row == len(logprobs) == 6
+    found = finish(vllm)
+    assert {*found} == {ticket} and found[ticket].token_ids.tolist() == alone.token_ids.tolist()
+    with pytest.raises(GenerationError, match="vLLM cannot score row 0"):
+        vllm.top_logprobs([np.full(100_000, 5, np.int32)], [np.array([3], np.int32)], 2)
+    assert vllm.top_logprobs([], [], 2)[0].shape == (0, 2)
+
+
+@pytest.mark.vllm
+def test_a_teacher_in_vllm_writes_what_a_reference_writes(vllm: VllmEngine, folder: Path):
+    rows = Batch.of(
+        prompt_ids=[[5, 6], [7], [8, 9]],
+        response_ids=[[3, 4, 5], [6], [7, 8]],
+        domain=["math", "code", "math"],
+    )
+    teacher = object.__new__(TeacherWorker)  # another engine in this process would end this one
+    teacher.engine = vllm
+    reference = ReferenceWorker(ReferenceConfig(model=str(folder)))
+    found, expected = (
+        one.top_logprobs(rows, top=3, where=("domain", "math")) for one in (teacher, reference)
+    )
+    assert found.lengths("teacher_ids").tolist() == [9, 0, 6]
+    assert found["teacher_ids"].equals(expected["teacher_ids"])
+    logprobs = (each.ragged_numpy("teacher_logprobs")[0] for each in (found, expected))
+    np.testing.assert_allclose(*logprobs, atol=1e-4)
+    with pytest.raises(SampleError, match="gives probabilities at temperature 1, not 0.7"):
+        teacher.top_logprobs(rows.with_columns(temperature=[1.0, 1.0, 0.7]))
+    reference.close()
