@@ -36,7 +36,7 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
-from .agents.harness import Environment, Interact, Planned, as_harness
+from .agents.harness import Environment, Interact, PlannedHarness, as_harness
 from .agents.link import Hello, Link
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
@@ -582,7 +582,7 @@ class RolloutWorker(Worker):
     def sent_arguments(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if "harness" not in arguments:
             return arguments
-        return {**arguments, "harness": Planned.of(as_harness(arguments["harness"]))}
+        return {**arguments, "harness": PlannedHarness.of(as_harness(arguments["harness"]))}
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:

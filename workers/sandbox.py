@@ -2,7 +2,7 @@
 
     with Sandbox(Limits(cpu_s=5)) as sandbox:
         result = sandbox.run(["python", "main.py"], files={"main.py": code}, stdin=b"3 4")
-    if result.ending is Ending.TIMED_OUT: ...
+    if result.ending is ProgramEnding.TIMED_OUT: ...
 
 A sandbox is a process tree with its own processes, users, mounts, network and environment. gVisor
 (`runsc`) isolates it if it is installed, otherwise bubblewrap (`bwrap`) with a system-call filter.
@@ -37,7 +37,7 @@ import pydantic
 
 from ..dataflow.config import Config
 from ..dataflow.errors import NoSandboxError, SandboxError
-from .sandbox_engines import ENGINES, SCRATCH, START_S, Plan
+from .sandbox_engines import ENGINES, SCRATCH, START_S, SandboxPlan
 from .sandbox_program import SIZE_DIGITS
 
 REPLY_S = 30.0
@@ -75,7 +75,7 @@ class Limits(Config):
     large files."""
 
 
-class Ending(enum.StrEnum):
+class ProgramEnding(enum.StrEnum):
     """How a program ended: by itself, or at one of its limits."""
 
     EXITED = "exited"
@@ -93,7 +93,7 @@ class Ending(enum.StrEnum):
 class Result:
     """The result of a program."""
 
-    ending: Ending
+    ending: ProgramEnding
     exit_code: int | None
     """Exit code, or minus the number of the signal of a crash; None if the program reached a limit."""
     stdout: bytes
@@ -185,7 +185,12 @@ class Sandbox:
         if "error" in reply:
             raise OSError(reply["errno"], f"{reply['error']}, at the start of {list(command)!r:.200}")
         return Result(
-            Ending(reply["ending"]), reply["exit_code"], stdout, stderr, reply["wall_s"], reply["cpu_s"]
+            ProgramEnding(reply["ending"]),
+            reply["exit_code"],
+            stdout,
+            stderr,
+            reply["wall_s"],
+            reply["cpu_s"],
         )
 
     def close(self) -> None:
@@ -240,7 +245,9 @@ class _Launcher:
         self._buffer = bytearray()
         program, start = ENGINES[engine]
         try:
-            self._process = start(program, Plan(limits.disk_bytes, readable, self._folder, self._log))
+            self._process = start(
+                program, SandboxPlan(limits.disk_bytes, readable, self._folder, self._log)
+            )
         except BaseException as error:
             self._forget()
             if isinstance(error, OSError | KeyError):

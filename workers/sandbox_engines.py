@@ -43,7 +43,7 @@ _PROCESS_1 = [_BASE_PYTHON, "-I", "-S", _INIT, SCRATCH]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SandboxPlan:
     """A sandbox to start."""
 
     disk_bytes: int
@@ -75,7 +75,7 @@ class Plan:
 # bubblewrap
 
 
-def _start_bubblewrap(program: str, plan: Plan) -> subprocess.Popen[bytes]:
+def _start_bubblewrap(program: str, plan: SandboxPlan) -> subprocess.Popen[bytes]:
     own_user = str(PROGRAM_USER)
     with contextlib.ExitStack() as ends:
 
@@ -151,7 +151,7 @@ def _system_path(path: str) -> tuple[str, ...]:
 # gVisor
 
 
-def _start_gvisor(program: str, plan: Plan) -> subprocess.Popen[bytes]:
+def _start_gvisor(program: str, plan: SandboxPlan) -> subprocess.Popen[bytes]:
     root = plan.folder / "root"
     root.mkdir()
     memory = ["nosuid", "nodev", "mode=1777", f"size={plan.disk_bytes + _SLACK_BYTES}"]
@@ -188,7 +188,7 @@ def _start_gvisor(program: str, plan: Plan) -> subprocess.Popen[bytes]:
     return plan.start([program, *options, "run", "--bundle", str(plan.folder), "weft"])
 
 
-ENGINES: dict[str, tuple[str, Callable[[str, Plan], subprocess.Popen[bytes]]]] = {
+ENGINES: dict[str, tuple[str, Callable[[str, SandboxPlan], subprocess.Popen[bytes]]]] = {
     "gvisor": ("runsc", _start_gvisor),
     "bubblewrap": ("bwrap", _start_bubblewrap),
 }

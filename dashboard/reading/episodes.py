@@ -213,7 +213,7 @@ def in_order(
 
 
 @dataclass(frozen=True)
-class Turn:
+class ShownTurn:
     """A part of a branch: a sampled turn, or the tokens given between two of them."""
 
     branch: int
@@ -225,7 +225,7 @@ class Turn:
     """Number of the sampled turn in its row; None for given tokens."""
 
 
-def turns_of_branch(branch: Branch, place: int, rows: Sequence[EpisodeRow]) -> list[Turn]:
+def turns_of_branch(branch: Branch, place: int, rows: Sequence[EpisodeRow]) -> list[ShownTurn]:
     """Return the turns of a branch, which is the `place`-th in reading order."""
     owned = {
         _part_in(branch, rows[number], start, end): (number, at)
@@ -233,18 +233,18 @@ def turns_of_branch(branch: Branch, place: int, rows: Sequence[EpisodeRow]) -> l
         for at, (start, end) in enumerate(rows[number].turns)
         if start < branch.end and end > branch.start
     }
-    found: list[Turn] = []
+    found: list[ShownTurn] = []
     at = branch.start
     for start, end in sorted(owned):
         if start < at or end <= start:  # damaged, or in two rows with different starts
             continue
         row, number = owned[start, end]
         if at < start:
-            found.append(Turn(place, branch.rows[0], at, start, None))
-        found.append(Turn(place, row, start, end, number))
+            found.append(ShownTurn(place, branch.rows[0], at, start, None))
+        found.append(ShownTurn(place, row, start, end, number))
         at = end
     if at < branch.end:
-        found.append(Turn(place, branch.rows[0], at, branch.end, None))
+        found.append(ShownTurn(place, branch.rows[0], at, branch.end, None))
     return found
 
 
@@ -266,7 +266,7 @@ def _part_in(branch: Branch, row: EpisodeRow, start: int, end: int) -> tuple[int
 class _Episode:
     rows: Sequence[EpisodeRow]
     branches: Sequence[tuple[Branch, int, Branch | None]]
-    turns: Sequence[Turn]
+    turns: Sequence[ShownTurn]
 
     @classmethod
     def of(cls, tables: Sequence[pa.Table]) -> _Episode:
@@ -342,7 +342,7 @@ class EpisodePages:
         return list(found.values())[:MOST_OTHERS]
 
 
-def _end_of_page(turns: Sequence[Turn], first: int) -> int:
+def _end_of_page(turns: Sequence[ShownTurn], first: int) -> int:
     tokens = 0
     for number in range(first, len(turns)):
         tokens += turns[number].end - turns[number].start
@@ -392,7 +392,7 @@ def _branches(episode: _Episode, tokenizer: Tokenizer | None) -> list[dict[str, 
     ]
 
 
-def _title(turn: Turn, rows: Sequence[EpisodeRow], tokenizer: Tokenizer | None) -> str:
+def _title(turn: ShownTurn, rows: Sequence[EpisodeRow], tokenizer: Tokenizer | None) -> str:
     """Return one line of a branch's first turn: the last given message, or the sampled text."""
     if tokenizer is None:
         return ""
@@ -406,7 +406,7 @@ def _title(turn: Turn, rows: Sequence[EpisodeRow], tokenizer: Tokenizer | None) 
 
 
 def _turn(
-    number: int, turn: Turn, rows: Sequence[EpisodeRow], tokenizer: Tokenizer | None
+    number: int, turn: ShownTurn, rows: Sequence[EpisodeRow], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     row = rows[turn.row]
     length = turn.end - turn.start

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from weft.workers.sandbox import Ending, Limits, Result, Sandbox
+from weft.workers.sandbox import Limits, ProgramEnding, Result, Sandbox
 
 PATIENCE_S = 300.0
 LIMITS = Limits(cpu_s=30, wall_s=PATIENCE_S, disk_bytes=8 << 20, memory_bytes=256 << 20)
@@ -76,7 +76,7 @@ def still_works(sandbox: Sandbox) -> None:
 def fork_bomb(engine: str) -> None:
     program = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     with Sandbox(LIMITS, engine=engine) as sandbox:
-        assert python(sandbox, program).ending is Ending.TOO_MANY_PROCESSES
+        assert python(sandbox, program).ending is ProgramEnding.TOO_MANY_PROCESSES
         assert python(sandbox, "import os; print(len(os.listdir('/proc')))").succeeded
         still_works(sandbox)
 
@@ -86,7 +86,7 @@ def ten_gigabytes_of_output(engine: str) -> None:
     with Sandbox(LIMITS, engine=engine) as sandbox:
         for command in ("yes 0123456789 | head -c 10G", "yes 0123456789 | head -c 10G >&2"):
             result = sandbox.run(["sh", "-c", command])
-            assert result.ending is Ending.TOO_MUCH_OUTPUT
+            assert result.ending is ProgramEnding.TOO_MUCH_OUTPUT
             assert len(result.stdout) + len(result.stderr) <= LIMITS.output_bytes
         still_works(sandbox)
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -283,7 +283,7 @@ def disk(engine: str) -> None:
     for program in programs:
         with Sandbox(LIMITS, engine=engine) as sandbox:
             result = python(sandbox, program)
-            assert result.ending is Ending.DISK_FULL, result
+            assert result.ending is ProgramEnding.DISK_FULL, result
     for folder in ("/", "/dev", "/var/tmp", "/run"):
         with Sandbox(LIMITS, engine=engine) as sandbox:
             assert python(sandbox, full.format(f"{folder}/big")).exit_code == 1
@@ -294,13 +294,13 @@ def disk(engine: str) -> None:
 def clock(engine: str) -> None:
     limits = Limits(cpu_s=0.5, wall_s=PATIENCE_S, disk_bytes=8 << 20)
     with Sandbox(limits, engine=engine) as sandbox:
-        assert python(sandbox, "while True: pass").ending is Ending.OUT_OF_CPU_TIME
+        assert python(sandbox, "while True: pass").ending is ProgramEnding.OUT_OF_CPU_TIME
         busy = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
-        assert python(sandbox, busy).ending is Ending.OUT_OF_CPU_TIME
+        assert python(sandbox, busy).ending is ProgramEnding.OUT_OF_CPU_TIME
         ignoring = "import signal, time\nfor n in (1, 2, 15, 24): signal.signal(n, signal.SIG_IGN)\ntime.sleep(600)"
         started_s = time.monotonic()
         result = sandbox.run(["python", "-I", "-S", "-c", ignoring], wall_s=0.5)
-        assert result.ending is Ending.TIMED_OUT
+        assert result.ending is ProgramEnding.TIMED_OUT
         daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)"
         assert python(sandbox, daemon).succeeded
         left = sandbox.run(["sh", "-c", "ls -d /proc/[0-9]*"]).stdout.split()

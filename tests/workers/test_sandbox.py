@@ -16,7 +16,7 @@ from attacks import ATTACKS, LIMITS, PATIENCE_S, python
 
 from weft.dataflow.errors import NoSandboxError, SandboxError
 from weft.workers import sandbox as module
-from weft.workers.sandbox import Ending, Limits, Sandbox, working_engine
+from weft.workers.sandbox import Limits, ProgramEnding, Sandbox, working_engine
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,11 @@ def test_a_program_gets_its_input_files_and_variables_and_no_others(engine: str)
             environment={"MORE": "another variable"},
         )
     assert result.stdout == b"standard input\n1 2\nHOME=/tmp\n"
-    assert (result.stderr, result.ending, result.exit_code) == (b"another variable\n", Ending.EXITED, 3)
+    assert (result.stderr, result.ending, result.exit_code) == (
+        b"another variable\n",
+        ProgramEnding.EXITED,
+        3,
+    )
     assert not result.succeeded
 
 
@@ -57,32 +61,32 @@ def test_python_has_the_packages_of_this_process(engine: str):
 @pytest.mark.parametrize(
     ("program", "limits", "ending"),
     [
-        ("import time; time.sleep(600)", {"wall_s": 0.5}, Ending.TIMED_OUT),
-        ("while True: pass", {"cpu_s": 0.2}, Ending.OUT_OF_CPU_TIME),
+        ("import time; time.sleep(600)", {"wall_s": 0.5}, ProgramEnding.TIMED_OUT),
+        ("while True: pass", {"cpu_s": 0.2}, ProgramEnding.OUT_OF_CPU_TIME),
         (
             "import time\nx = bytes(range(256)) * (100 << 12)\ntime.sleep(600)",
             {"memory_bytes": 64 << 20},
-            Ending.OUT_OF_MEMORY,
+            ProgramEnding.OUT_OF_MEMORY,
         ),
         (
             "import threading, time\nfor _ in range(9): threading.Thread(target=time.sleep, args=[600]).start()",
             {"processes": 5},
-            Ending.TOO_MANY_PROCESSES,
+            ProgramEnding.TOO_MANY_PROCESSES,
         ),
-        ("while True: print('x' * 1000)", {"output_bytes": 10_000}, Ending.TOO_MUCH_OUTPUT),
-        ("open('big', 'wb').write(bytes(20 << 20))", {"disk_bytes": 4 << 20}, Ending.DISK_FULL),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", {}, Ending.CRASHED),
+        ("while True: print('x' * 1000)", {"output_bytes": 10_000}, ProgramEnding.TOO_MUCH_OUTPUT),
+        ("open('big', 'wb').write(bytes(20 << 20))", {"disk_bytes": 4 << 20}, ProgramEnding.DISK_FULL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", {}, ProgramEnding.CRASHED),
     ],
-    ids=lambda value: value.name if isinstance(value, Ending) else "",
+    ids=lambda value: value.name if isinstance(value, ProgramEnding) else "",
 )
 def test_each_limit_has_its_own_ending(
-    program: str, limits: dict[str, Any], ending: Ending, engine: str
+    program: str, limits: dict[str, Any], ending: ProgramEnding, engine: str
 ):
     with Sandbox(Limits(**{"wall_s": PATIENCE_S, "cpu_s": 60.0, **limits}), engine=engine) as sandbox:
         result = python(sandbox, program)
         assert result.ending is ending, result
-        assert result.exit_code == (-signal.SIGSEGV if ending is Ending.CRASHED else None)
-        if ending is not Ending.DISK_FULL:
+        assert result.exit_code == (-signal.SIGSEGV if ending is ProgramEnding.CRASHED else None)
+        if ending is not ProgramEnding.DISK_FULL:
             assert sandbox.run(["echo", "again"], wall_s=PATIENCE_S).stdout == b"again\n"
 
 
@@ -112,7 +116,7 @@ def test_programs_of_a_sandbox_share_the_scratch_directory(engine: str):
 def test_output_of_a_background_process_is_not_waited_for(engine: str):
     with Sandbox(LIMITS, engine=engine) as sandbox:
         result = sandbox.run(["sh", "-c", "sleep 600 & echo started"])
-    assert (result.stdout, result.ending) == (b"started\n", Ending.EXITED)
+    assert (result.stdout, result.ending) == (b"started\n", ProgramEnding.EXITED)
 
 
 def test_a_program_that_cannot_start_raises_as_subprocess_does(engine: str):

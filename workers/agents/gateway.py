@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -79,6 +80,10 @@ ABANDONED_S = 30.0
 SAMPLE_S = 1800.0
 """[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
 CLIENT_GONE = 499
+SHOWN = 1000
+"""[characters] The beginning of a failure that the log shows."""
+_LOG = logging.getLogger("weft.gateway")
+"""Writes to the run's `logs/gateway.log`."""
 
 
 @dataclass(eq=False)
@@ -243,6 +248,7 @@ class Gateway:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
+            _LOG.exception("episode %d", episode.request.episode_id)
             text = f"{type(error).__name__}: {error}"
             outcome = Ended(episode.request.episode_id, where="harness", failure=text, scored=False)
         finally:
@@ -272,6 +278,9 @@ class Gateway:
                 # A harness that cannot go on because the context is full has failed by the policy's doing.
                 failure = ContextFull(str(error)) if episode.full and not error.scored else error
             await self._end_session(episode)
+            if failure is not None and not failure.scored:
+                said = f"{type(failure).__name__}: {failure}"[:SHOWN]
+                _LOG.warning("episode %d, attempt %d: %s", episode_id, attempt + 1, said)
             if failure is None or failure.scored:
                 return Ended(
                     episode_id,

@@ -398,14 +398,14 @@ class Interact(Harness):
         return {"env": self.env}
 
 
-class Planned(Harness):
+class PlannedHarness(Harness):
     """A harness as the driver sends it to ranks. Harnesses run on the driver's machine, so the driver
     makes the plan: with its folder, its programs and its environment variables."""
 
     made: HarnessPlan
 
     @classmethod
-    def of(cls, harness: Harness) -> Planned:
+    def of(cls, harness: Harness) -> PlannedHarness:
         plan = harness.plan()
         return cls(made=plan, writes=plan.writes)
 

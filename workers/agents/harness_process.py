@@ -112,7 +112,7 @@ class Signals:
         os.close(self._write)
 
 
-class Log:
+class CappedLog:
     """Appends to a file of limited size."""
 
     def __init__(self, path: Path) -> None:
@@ -141,10 +141,10 @@ def main() -> NoReturn:
             os.dup2(theirs, fd)
         os.close(output)
         os.close(theirs)
-        ForkServer(socket.socket(fileno=control), Log(Path(log)), Path(scratch)).run()
+        ForkServer(socket.socket(fileno=control), CappedLog(Path(log)), Path(scratch)).run()
     os.close(control)
     os.close(theirs)
-    status = _guarded(server, output, signals.fd, Log(Path(log)))
+    status = _guarded(server, output, signals.fd, CappedLog(Path(log)))
     until = time.monotonic() + KILL_S
     while time.monotonic() < until:
         kill_children()
@@ -157,7 +157,7 @@ def main() -> NoReturn:
     os._exit(128 - status if status < 0 else status)  # as a shell reports signals
 
 
-def _guarded(server: int, output: int, signals: int, log: Log) -> int:
+def _guarded(server: int, output: int, signals: int, log: CappedLog) -> int:
     """Log the fork server's own output until it ends, or until this process shall end."""
     with selectors.PollSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
@@ -183,8 +183,8 @@ def _guarded(server: int, output: int, signals: int, log: Log) -> int:
 # The fork server
 
 
-class Episode:
-    """The fork server's view of an episode's process."""
+class EpisodeProcess:
+    """An episode, as the fork server sees it."""
 
     def __init__(self, number: int, pid: int, output: int, result: int, folder: Path) -> None:
         self.number = number
@@ -213,13 +213,13 @@ class Episode:
 class ForkServer:
     """Loads a harness, and forks a process for each episode."""
 
-    def __init__(self, control: socket.socket, log: Log, scratch: Path) -> None:
+    def __init__(self, control: socket.socket, log: CappedLog, scratch: Path) -> None:
         self.control = control
         self.log = log
         self.scratch = scratch
         self.received = b""
         self.run_harness: Callable[..., Any]
-        self.episodes: dict[int, Episode] = {}
+        self.episodes: dict[int, EpisodeProcess] = {}
 
     def run(self) -> NoReturn:
         adopt_orphans()  # from here on, this process may start others
@@ -304,12 +304,12 @@ class ForkServer:
                 os._exit(1)
         os.close(their_output)
         os.close(their_result)
-        self.episodes[pid] = episode = Episode(order["start"], pid, output, result, folder)
+        self.episodes[pid] = episode = EpisodeProcess(order["start"], pid, output, result, folder)
         for fd in episode.pipes:
             os.set_blocking(fd, False)
             self.selector.register(fd, selectors.EVENT_READ, functools.partial(self._read, episode, fd))
 
-    def _read(self, episode: Episode, fd: int) -> None:
+    def _read(self, episode: EpisodeProcess, fd: int) -> None:
         # The process may have been reaped by an event of the same round.
         if episode.pid not in self.episodes:
             return
@@ -320,7 +320,7 @@ class ForkServer:
 
     def _reap(self) -> None:
         os.read(self.signals.fd, 1 << 12)
-        ended: list[tuple[Episode, int]] = []
+        ended: list[tuple[EpisodeProcess, int]] = []
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 self.kept.discard(found[0])
@@ -333,7 +333,7 @@ class ForkServer:
         for episode, code in ended:
             self._finish(episode, code)
 
-    def _finish(self, episode: Episode, code: int) -> None:
+    def _finish(self, episode: EpisodeProcess, code: int) -> None:
         status = f"signal {-code}" if code < 0 else f"exit code {code}"
         for fd in episode.pipes:
             with contextlib.suppress(OSError):  # until nothing is left

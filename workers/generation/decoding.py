@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class SamplingKind:
     """Settings of requests that are sampled together."""
 
     temperature: float
@@ -37,12 +37,12 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class DecodingRow:
     """A request and what its response needs."""
 
     ticket: int
     request: GenerationRequest
-    kind: Kind
+    kind: SamplingKind
     max_tokens: int
     stream: int
     """Stream of random numbers."""
@@ -53,10 +53,10 @@ SAMPLED = np.dtype([("token", np.int32), ("logprob", np.float32), ("version", np
 
 
 @dataclass(eq=False)
-class Batch:
+class DecodingBatch:
     """Requests that decode together. All rows end in the same column of the cache."""
 
-    rows: list[Row]
+    rows: list[DecodingRow]
     sampled: np.ndarray
     """[B, max_tokens] `SAMPLED`."""
     lengths: np.ndarray
@@ -78,16 +78,16 @@ class Batch:
         self.max_tokens = np.array([row.max_tokens for row in self.rows])
 
     @cached_property
-    def kinds(self) -> list[tuple[Kind, slice | np.ndarray]]:
+    def kinds(self) -> list[tuple[SamplingKind, slice | np.ndarray]]:
         """Each kind with its rows."""
-        found: dict[Kind, list[int]] = {}
+        found: dict[SamplingKind, list[int]] = {}
         for index, row in enumerate(self.rows):
             found.setdefault(row.kind, []).append(index)
         if len(found) == 1:
             return [(kind, slice(None)) for kind in found]
         return [(kind, np.array(index)) for kind, index in found.items()]
 
-    def unfinished(self) -> Batch:
+    def unfinished(self) -> DecodingBatch:
         """Return the batch of the rows that have not ended."""
         kept = np.flatnonzero(~self.ended)
         index = torch.from_numpy(kept).to(self.tokens.device)
@@ -102,7 +102,7 @@ class Batch:
             inside=None if self.inside is None else self.inside[index],
         )
 
-    def join(self, other: Batch) -> Batch:
+    def join(self, other: DecodingBatch) -> DecodingBatch:
         """Return the batch of the rows of both. Drops leading columns that no row uses."""
         parts = (self, other)
         pads = [torch.zeros_like(b.origin) if b.inside is None else (~b.inside).sum(1) for b in parts]
@@ -117,7 +117,7 @@ class Batch:
         inside = torch.arange(length + left, device=pad.device) >= pad[:, None]
         for layer, further in zip(self.cache.layers, other.cache.layers, strict=True):
             layer.append(further, length, length + left)
-        return Batch(
+        return DecodingBatch(
             rows,
             sampled,
             np.concatenate([self.lengths, other.lengths]),
@@ -223,7 +223,7 @@ def _aligned(parts: Sequence[Tensor], used: int, capacity: int) -> Tensor:
 # Token sampling, with random numbers that depend only on the request
 
 
-def _draw_tokens(logits: Tensor, sampling: Kind, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+def _draw_tokens(logits: Tensor, sampling: SamplingKind, draws: np.ndarray) -> tuple[Tensor, Tensor]:
     """Draw one token per row from `logits` [B, V] of any float dtype. `draws` are [B] float32
     uniform numbers in [0, 1), unused by greedy sampling. Return [B] int64 tokens, and their
     log-probabilities under the sampling distribution, [B] float32 nats."""

@@ -24,7 +24,7 @@ from ...dataflow.lazy import torch
 from ...resharding.weights import mix_bits, whole
 from ..models.images import ImageInputs, ImageReader, SeenPrompt, embed, positions
 from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
-from .decoding import SAMPLED, Batch, Kind, Row, new_cache
+from .decoding import SAMPLED, DecodingBatch, DecodingRow, SamplingKind, new_cache
 from .engine import NOT_WHOLE, GenerationRequest, Response, stop_check_of
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class TransformersEngine:
         self._images = images
         self._names: CheckpointNames | None = None
         self._tickets = itertools.count()
-        self._kinds: dict[tuple[Any, ...], Kind] = {}
-        self._waiting: list[Row] = []
-        self._running: Batch | None = None
+        self._kinds: dict[tuple[Any, ...], SamplingKind] = {}
+        self._waiting: list[DecodingRow] = []
+        self._running: DecodingBatch | None = None
         self._stale = False
         """Whether to recompute the cache of the running batch."""
 
@@ -140,7 +140,7 @@ class TransformersEngine:
         stream = int(mix_bits(np.array([seed], np.uint64))[0])
         ticket = next(self._tickets)
         kind = self._kind(sampling, request.stop_token_ids)
-        self._waiting.append(Row(ticket, request, kind, sampling.max_tokens, stream))
+        self._waiting.append(DecodingRow(ticket, request, kind, sampling.max_tokens, stream))
         return ticket
 
     def step(self) -> list[Response]:
@@ -247,19 +247,19 @@ class TransformersEngine:
             )
         return Routers(self.model, found)
 
-    def _kind(self, sampling: Sampling, stop_token_ids: tuple[int, ...]) -> Kind:
+    def _kind(self, sampling: Sampling, stop_token_ids: tuple[int, ...]) -> SamplingKind:
         """Return the kind of a request, the same object for equal settings."""
         chosen = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_tokens)
         key = (*chosen, sampling.stop, stop_token_ids)
         if key not in self._kinds:
             stops = np.union1d(self._stop_tokens, np.array(stop_token_ids, np.int64))
             stops = stops[:0] if sampling.stop is None else stops
-            self._kinds[key] = Kind(*chosen, stops, stop_check_of(sampling, self._model_folder))
+            self._kinds[key] = SamplingKind(*chosen, stops, stop_check_of(sampling, self._model_folder))
         return self._kinds[key]
 
-    def _recompute(self, batch: Batch) -> Batch:
+    def _recompute(self, batch: DecodingBatch) -> DecodingBatch:
         """Prefill a batch again with the current weights."""
-        rows: list[Row] = []
+        rows: list[DecodingRow] = []
         for index, row in enumerate(batch.rows):
             # Exclude the token just sampled, which `_forward` appends.
             before = batch.sampled["token"][index, : batch.lengths[index] - 1]
@@ -274,7 +274,7 @@ class TransformersEngine:
             new, rows=batch.rows, sampled=batch.sampled, lengths=batch.lengths, tokens=batch.tokens
         )
 
-    def _prefill(self, rows: list[Row]) -> tuple[Batch, Tensor]:
+    def _prefill(self, rows: list[DecodingRow]) -> tuple[DecodingBatch, Tensor]:
         """Run each distinct prompt once. Return the batch, and the logits [B, V] of each row's
         first token."""
         max_tokens = max(row.max_tokens for row in rows)
@@ -332,9 +332,9 @@ class TransformersEngine:
             inside = None if inside is None else inside[index]
         sampled = np.empty((len(rows), max_tokens), SAMPLED)
         counts, tokens = np.zeros(len(rows), np.int64), logits.new_empty(len(rows), dtype=torch.int64)
-        return Batch(rows, sampled, counts, tokens, cache, longest, origin, inside), logits
+        return DecodingBatch(rows, sampled, counts, tokens, cache, longest, origin, inside), logits
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: DecodingBatch) -> Tensor:
         """Append the last sampled tokens to the cache, and return logits [B, V] for the next."""
         with self._recorded() as recorded:
             logits = self.model(

@@ -180,7 +180,8 @@ async def _unused(row: Any, *, base_url: str, api_key: str) -> float:
 
 
 def chat(base_url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_S)
+    # An SSL context, which no URL here needs, takes longer than a request.
+    return httpx.AsyncClient(base_url=base_url, timeout=DEADLINE_S, verify=False)
 
 
 async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def test_a_key_of_an_earlier_attempt_is_refused(tmp_path: Path):
     serve(tmp_path, harness, main)
 
 
-def test_a_harness_that_always_fails_is_dropped_with_its_reason(tmp_path: Path):
+def test_a_harness_that_always_fails_is_dropped_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     tries: list[int] = []
 
     async def harness(row: Any, *, base_url: str, api_key: str) -> float:
@@ -140,6 +142,9 @@ def test_a_harness_that_always_fails_is_dropped_with_its_reason(tmp_path: Path):
         ended = await rank.outcome(1)
         assert (ended.scored, ended.where, ended.rows) == (False, "harness", ())
         assert "no such tool" in ended.failure and len(tries) == 3
+        logged = [r.message for r in caplog.records if r.name == "weft.gateway"]
+        assert len(logged) == 3
+        assert logged[1].endswith("attempt 2: HarnessRaised: RuntimeError: no such tool")
 
     serve(tmp_path, harness, main)
 
@@ -195,9 +200,9 @@ def test_many_episodes_on_two_replicas_end_once_each(tmp_path: Path):
     async def main(served: Served) -> None:
         ranks = [served.rank(lambda prompt: "x y", number) for number in range(2)]
         for number, rank in enumerate(ranks):
-            rank.open(*range(number * 20, number * 20 + 20))
+            rank.open(*range(number * 6, number * 6 + 6))
         for number, rank in enumerate(ranks):
-            for episode in range(number * 20, number * 20 + 20):
+            for episode in range(number * 6, number * 6 + 6):
                 ended = await rank.outcome(episode)
                 assert (ended.result["reward"], ended.turns) == (episode, 1 + episode % 3)
                 assert ended.retokenised == 0
