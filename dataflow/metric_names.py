@@ -149,7 +149,7 @@ mean_finished_length | tokens | mean length of the responses that finished in th
 GROUP/mean_staleness | versions | updates between sampling and training of a token, mean over tokens
     | below the schedule's bound | always at the bound: generation is faster than training
 GROUP/max_staleness | versions | updates between sampling and training of the oldest token | at most
-    the schedule's bound
+    the schedule's bound, unless `staleness_of` lets episodes have older tokens
 GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of published elements that differ
     from the previous version | a few hundredths | above a tenth: deltas do not help
 """,

@@ -16,6 +16,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.rows import MAX_CHILDREN
 from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ...dataflow.buffer.staleness import row_versions
 from ...dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
@@ -255,8 +256,8 @@ class Publisher:
         kept = batch.select(writes).with_columns(sample_id=ids)
         versions, newest = None, -1
         if str(RESPONSE_VERSIONS) in writes:
-            values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
-            versions, newest = _minimum_per_row(values, offsets), int(values.max(initial=-1))
+            versions = row_versions(batch, self._rows.version_of)
+            newest = int(batch.ragged_numpy(RESPONSE_VERSIONS)[0].max(initial=-1))
         return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
@@ -345,14 +346,3 @@ def _in_order(parents: np.ndarray) -> list[int]:
         numbers.append(seen[parent])
         seen[parent] += 1
     return numbers
-
-
-def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the smallest value of each row of a ragged column; -1 for empty rows."""
-    lengths = np.diff(offsets)
-    out = np.full(len(lengths), -1, np.int64)
-    if len(values):
-        filled = lengths > 0
-        # `reduceat` gives a wrong minimum for empty rows.
-        out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
-    return out
