@@ -70,7 +70,7 @@ from .models.node_folder import node_folder
 from .models.weight_files import check_weights
 from .node_memory import node_memory
 from .training.lora import Lora
-from .worker import Children, Context, Worker, rank_device, remote
+from .worker import IDLE, Children, Context, Worker, rank_device, remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
@@ -257,10 +257,10 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 MAX_RESPONSES = 10_000_000
 """Limit on the responses of one `generate` call, which holds a request for each."""
-EPISODE_WAIT_S = 0.02
-"""[s] Longest wait for a turn to sample before other calls get a chance to run."""
+EpisodeParts = Generator[tuple[Children, Metrics] | Literal["idle"] | None, Collection[int] | None, None]
+"""Yields the rows of ended episodes, None after a step of the engine, or IDLE."""
 POLL_S = 0.001
-"""[s] Polling interval for new weights while the worker is idle."""
+"""[s] Polling interval for new weights while the engine has nothing to decode."""
 
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
@@ -395,7 +395,7 @@ class RolloutWorker(Worker):
     )
     def run(
         self, prompts: Batch, *, harness: Any, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+    ) -> EpisodeParts:
         """Run `n` episodes of a harness for each prompt, and make training rows of their turns.
 
         The harness talks to the model over HTTP, in its own process. An episode has one row, or
@@ -424,9 +424,10 @@ class RolloutWorker(Worker):
         try:
             server.open(call.opened(str(self._folder), self.max_context))
             while call.pending:
-                server.work(EPISODE_WAIT_S)
+                server.work()
                 self.context.advance()
-                sent = yield call.take(server.take_ended(call.pending))
+                ended = call.take(server.take_ended(call.pending))
+                sent = yield ended or (None if server.is_sampling else IDLE)
                 if given_up := call.give_up(sent or ()):
                     server.close(given_up)
         finally:
@@ -443,7 +444,7 @@ class RolloutWorker(Worker):
     )
     def interact(
         self, prompts: Batch, *, env: EnvWorker | str, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+    ) -> EpisodeParts:
         """Play `n` episodes for each prompt in the environments of an `EnvWorker` group. Returns what
         `run` returns, with `reward` (the sum of an episode's rewards) and `turn_rewards`.
 
@@ -459,7 +460,7 @@ class RolloutWorker(Worker):
         if address is None:
             raise UserError(f"{self.context.name}.run() needs a gateway, which only a driver starts")
         hello = Hello(self.context.name, self.context.rank, self.config.max_num_seqs)
-        return EpisodeServer(self.engine, lambda: Link(address, hello))
+        return EpisodeServer(self.engine, lambda: Link(address, hello, self.context.wake))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
@@ -493,7 +494,7 @@ class RolloutWorker(Worker):
     def _stage(self, weights: Weights, recompute: bool) -> Generator[None, None, tuple[str, Metrics]]:
         for _ in self.engine.stage_weights(weights):
             self.context.advance()
-            if not self._generating:
+            if not self.engine.num_unfinished:
                 time.sleep(POLL_S)
             yield
         started = time.perf_counter()

@@ -37,7 +37,15 @@ from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
 from ...workers.worker import Children
 from .tasks import Reply, RowTask, Task
 
-Replies = Generator[Reply | None, None, None]
+
+@dataclass(frozen=True)
+class Idle:
+    """A call has nothing to do until the worker's `Context.wake`, or for this long."""
+
+    seconds: float
+
+
+Replies = Generator[Reply | Idle | None, None, None]
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
@@ -140,6 +148,11 @@ class _Gathered:
     def take_due(self) -> list[Any]:
         return self.take_all() if self._clock() >= self._until else []
 
+    @property
+    def due_s(self) -> float:
+        """[s] Time until the waiting parts are due; infinity without any."""
+        return self._until - self._clock()
+
     def take_all(self) -> list[Any]:
         children, metrics = self._children, self._metrics
         self._children, self._metrics, self._until = [], [], math.inf
@@ -211,6 +224,10 @@ class Publisher:
 
     def publish_due(self) -> Replies:
         return self._publish_parts(self._gathered.take_due())
+
+    @property
+    def idle(self) -> Idle:
+        return Idle(max(0.0, self._gathered.due_s))
 
     def publish_rest(self) -> Replies:
         return self._publish_parts(self._gathered.take_all())

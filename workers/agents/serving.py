@@ -107,20 +107,15 @@ class EpisodeServer:
     def is_sampling(self) -> bool:
         return bool(self._turns)
 
-    def work(self, patience_s: float) -> None:
-        """Take the gateway's requests and make one step of the engine. Without a turn to sample, wait
-        for a request, at most `patience_s`.
+    def work(self) -> None:
+        """Take the gateway's requests, and make one step of the engine if there is a turn to sample.
 
         Raises:
             GatewayLost: the gateway is gone, and no other answers in time.
         """
         try:
             link = self._link or self._reconnect()
-            records = link.take()
-            if not records and not self._turns:
-                link.wait(patience_s)
-                records = link.take()
-            for record in records:
+            for record in link.take():
                 self._handle(record, link)
             if self._turns:
                 for response in self._requests.step():

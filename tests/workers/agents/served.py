@@ -166,7 +166,7 @@ class Rank:
             while not self._actions.empty():
                 self._actions.get()()
             if self._open and not self.paused.is_set():
-                self.server.work(0.01)
+                self.server.work()
             for ended in self.server.take_ended([*self._open]):
                 self.ended[ended.episode_id] = ended
                 self._open.discard(ended.episode_id)

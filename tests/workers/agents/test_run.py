@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.workers.agents.failures import Discarded
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.worker import Children, Context
+from weft.workers.worker import IDLE, Children, Context
 
 from .served import Served, ask, chat, serve
 from .toy_engine import ToyEngine
@@ -23,6 +24,7 @@ from .toy_engine import ToyEngine
 
 class ToyRollout(RolloutWorker):
     answer: Callable[[str], str] = staticmethod(lambda prompt: "x y")
+    awake: threading.Event
 
     def new_engine(self, **settings: Any) -> Any:
         return ToyEngine(self.renderer, self.answer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -38,7 +40,10 @@ def new_worker(served: Served, folder: Path) -> ToyRollout:
     (folder / "config.json").write_text(json.dumps(settings))
     made = type("Toy", (ToyRollout,), {"renderer": served.renderer})
     config = RolloutConfig(model=str(folder), engine="transformers")
-    return made(config, Context(name="rollout", seed=3, gateway=served.address))
+    awake = threading.Event()
+    context = Context(name="rollout", seed=3, gateway=served.address, wake=awake.set)
+    made.awake = awake
+    return made(config, context)
 
 
 def prompts(number: int, **more: Any) -> Batch:
@@ -47,9 +52,16 @@ def prompts(number: int, **more: Any) -> Batch:
     return Batch.of(**columns, task=[f"t{k}" for k in range(number)], **more)
 
 
-def parts_of(worker: RolloutWorker, rows: Batch, n: int) -> list[tuple[Children, Any]]:
+def parts_of(worker: ToyRollout, rows: Batch, n: int) -> list[tuple[Children, Any]]:
     steps = worker.run(rows, harness=_unused, n=n, sampling=Sampling(max_tokens=20))
-    return [part for part in steps if part is not None]
+    parts: list[tuple[Children, Any]] = []
+    for part in steps:
+        if part is IDLE:  # as a rank, which gives an idle call a turn at least every second
+            worker.awake.wait(1.0)
+            worker.awake.clear()
+        elif part is not None:
+            parts.append(part)
+    return parts
 
 
 def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
