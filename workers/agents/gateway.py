@@ -536,7 +536,7 @@ class Gateway:
     def _note_overridden(self, names: Iterable[str]) -> None:
         for name in sorted({*names} - self._noted):
             self._noted.add(name)
-            self._note(f"a harness sets {name}, which the run's Sampling decides instead")
+            self._note(f"Weft ignores {name} of a harness: the run's Sampling decides how to sample")
 
 
 async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner:
