@@ -38,6 +38,7 @@ from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
 from .agents.harness import Interact, as_harness
 from .agents.link import Hello, Link
+from .agents.rendering import check_parsers
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
 from .environment import EnvWorker
@@ -110,6 +111,14 @@ class RolloutConfig(VllmSettings):
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with
     memory for two copies of the weights. Set it to False if such transfers take too long."""
+    tool_parser: str = "auto"
+    """How agents' gateway reads tool calls in the model's text: the name of one of vLLM's tool
+    parsers, "none" to leave calls as text, or "auto" to choose by the chat template. Set it if the
+    gateway does not recognize the model's calls."""
+    reasoning_parser: str = "auto"
+    """How agents' gateway separates thinking from content: the name of one of vLLM's reasoning
+    parsers, "none" to leave it in the content, or "auto" to choose by tags such as `<think>`. Set it
+    if the model writes thinking in another form."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
@@ -147,6 +156,8 @@ class RolloutConfig(VllmSettings):
                     "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
+            if {"harness", "env"} & node.arguments.keys():
+                check_parsers(self.tool_parser, self.reasoning_parser)
             if "harness" in node.arguments:
                 as_harness(node.arguments["harness"]).plan()
             elif "env" not in node.arguments:
@@ -422,7 +433,8 @@ class RolloutWorker(Worker):
         server = self._episodes
         self._generating += 1
         try:
-            server.open(call.opened(str(self._folder), self.max_context))
+            parsers = self.config.tool_parser, self.config.reasoning_parser
+            server.open(call.opened(str(self._folder), self.max_context, *parsers))
             while call.pending:
                 server.work()
                 self.context.advance()

@@ -77,6 +77,8 @@ class Open:
     sampling: Sampling
     plan: HarnessPlan
     episodes: tuple[EpisodeRequest, ...]
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 @dataclass(frozen=True)

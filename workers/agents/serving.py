@@ -219,8 +219,10 @@ class EpisodeCall:
                 self.pending[episode_id] = row, index
         self._left = Counter(row for row, _ in self.pending.values())
 
-    def opened(self, model: str, max_context: int) -> Open:
-        return Open(model, max_context, self._sampling, self._harness.plan(), tuple(self._requests))
+    def opened(self, model: str, max_context: int, tool_parser: str, reasoning_parser: str) -> Open:
+        """Return the request to start the episodes."""
+        plan, requests = self._harness.plan(), tuple(self._requests)
+        return Open(model, max_context, self._sampling, plan, requests, tool_parser, reasoning_parser)
 
     def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
         """Return the rows and metrics of episodes that have ended; None without any.

@@ -39,7 +39,7 @@ def new_worker(served: Served, folder: Path) -> ToyRollout:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     made = type("Toy", (ToyRollout,), {"renderer": served.renderer})
-    config = RolloutConfig(model=str(folder), engine="transformers")
+    config = RolloutConfig(model=str(folder), engine="transformers", tool_parser="llama3_json")
     awake = threading.Event()
     context = Context(name="rollout", seed=3, gateway=served.address, wake=awake.set)
     made.awake = awake
@@ -94,6 +94,7 @@ def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
         assert set(made["episode_tokens"].to_pylist()) == {6}
         assert made["reward"].to_pylist() == [1.0] * 6
         assert sum(metrics["retokenised"].value for _, metrics in parts) == 0
+        assert [parsers for _, *parsers in served.loaded] == [["llama3_json", "auto"]]
 
     serve(tmp_path, harness, main)
     assert sorted(row["task"] for row in seen) == ["t0", "t1", "t1"]
