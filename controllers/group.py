@@ -544,6 +544,7 @@ class _Rows:
                     masked=self._lease.masked,
                     draws=None if self._draws is None else [self._draws[i] for i in share],
                     made=made if made is not None and any(made) else None,
+                    version_of=self._ledger.version_of,
                 )
             )
         return tasks

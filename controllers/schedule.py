@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from ..dataflow.buffer.staleness import VersionOf
 from ..dataflow.config import Config
 from ..dataflow.graph import Node
 from .graph_run import EvaluationRun, TrainingRun
@@ -136,6 +137,8 @@ class Synchronous(Stepwise):
     """Each step generates all responses, scores them, then updates the weights. Training is exactly
     on-policy."""
 
+    version_of: ClassVar[VersionOf] = "oldest_token"
+
     @property
     def max_staleness(self) -> int:
         return 0
@@ -159,6 +162,8 @@ class Pipelined(InParts):
     it. Workers compute rewards, reference log-probabilities, advantages and gradients while other
     responses are still being generated."""
 
+    version_of: ClassVar[VersionOf] = "oldest_token"
+
     @property
     def max_staleness(self) -> int:
         return 0
@@ -173,9 +178,18 @@ class Asynchronous(InParts):
     arXiv:2507.01663). Engines load new weights between two steps of generation."""
 
     max_staleness: int = Field(default=1, ge=0, le=1_000_000)
-    """[updates] Maximum staleness: the number of updates between the weights that sampled a row's
-    oldest token and the weights that the row trains. 0 behaves like `Synchronous`. Raise it if
-    generation still waits for training; lower it if training becomes unstable."""
+    """[updates] Maximum staleness: the number of updates between the weights that sampled an
+    episode (`staleness_of`) and the weights that it trains. 0 behaves like `Synchronous`. Raise it
+    if generation still waits for training; lower it if training becomes unstable."""
+    staleness_of: Literal["oldest_token", "newest_turn", "share"] = "oldest_token"
+    """The part of an episode whose staleness counts. "oldest_token": its oldest sampled token.
+    "newest_turn": the oldest sampled token of its newest turn. "share": an episode is too stale if
+    more than `stale_share` of its sampled tokens are. With the last two, updates do not wait for
+    unfinished episodes, and `BufferConfig.on_stale` handles episodes that are too stale at their end.
+    Choose "newest_turn" if training waits for long episodes of agents."""
+    stale_share: float = Field(default=0.25, gt=0, lt=1)
+    """[share] With `staleness_of="share"`, the largest share of an episode's sampled tokens that may
+    be too stale. Lower it if training becomes unstable."""
     partial_rollouts: Literal["continue", "recompute", "finish", "requeue"] = "continue"
     """How to handle unfinished responses when new weights arrive. "continue" continues them with
     the new weights and the existing KV cache; each token records its version. "recompute" also
@@ -187,6 +201,10 @@ class Asynchronous(InParts):
     @property
     def overlaps(self) -> bool:
         return self.max_staleness > 0
+
+    @property
+    def version_of(self) -> VersionOf:
+        return self.stale_share if self.staleness_of == "share" else self.staleness_of
 
     def passed(self, train: TrainingRun) -> int:
         # Count the groups of the update that has the most; the others get the same groups, unless

@@ -118,12 +118,12 @@ GROUP/mean | of the reward | mean reward of the step's responses | rises | falls
 GROUP/std | of the reward | standard deviation of the rewards of the step's responses | above 0 | 0:
     all rewards are equal
 GROUP/max | of the reward | largest reward of the step
-GROUP/scored | rows | number of rows with a reward
+GROUP/scored | samples | number of samples with a reward; an episode is one sample
 GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such as
     `baseline_reward_mean`
 GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column
 GROUP/COLUMN_max | of the reward | largest reward in another column
-GROUP/COLUMN_scored | rows | rows with a reward in another column
+GROUP/COLUMN_scored | samples | samples with a reward in another column
 groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, which gives advantages
     of 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or `n` is too
     small
@@ -144,12 +144,14 @@ GROUP/truncation_rate | 0 to 1 | share of responses that reached the token limit
     1: the reward grades unfinished responses
 length_ratio | ratio | mean length of trained responses divided by that of finished responses | near
     1 | below 1: training favors short responses
-mean_trained_length | tokens | mean length of the responses that the step trained on
-mean_finished_length | tokens | mean length of the responses that finished in the step
+mean_trained_length | tokens | mean length of the responses that the step trained on; for agents, of
+    their rows, with prompts
+mean_finished_length | tokens | mean length of the responses that finished in the step; for agents,
+    of their rows, with prompts
 GROUP/mean_staleness | versions | updates between sampling and training of a token, mean over tokens
     | below the schedule's bound | always at the bound: generation is faster than training
 GROUP/max_staleness | versions | updates between sampling and training of the oldest token | at most
-    the schedule's bound
+    the schedule's bound, unless `staleness_of` lets episodes have older tokens
 GROUP/changed_share | 0 to 1 | with `transport="deltas"`: share of published elements that differ
     from the previous version | a few hundredths | above a tenth: deltas do not help
 """,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import fsum, isfinite, isnan, sqrt
@@ -48,11 +48,14 @@ class Mean:
     """Rounding error of `total`. It makes merging independent of order and grouping."""
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Mean:
-        """Return the unweighted mean of these values."""
+    def of(cls, values: Iterable[float], weights: Sequence[float] | None = None) -> Mean:
+        """Return the mean of these values; without weights, all count equally."""
         values = list(values)
-        total, *rest = exact_sum(values)
-        return cls(total, float(len(values)), tuple(rest))
+        if weights is None:
+            total, *rest = exact_sum(values)
+            return cls(total, float(len(values)), tuple(rest))
+        total, *rest = exact_sum(_products(weights, values))
+        return cls(total, exact_sum(weights)[0], tuple(rest))
 
     def __add__(self, other: Mean) -> Mean:
         return _mean([self, other])
@@ -89,21 +92,31 @@ class Sum:
 
 @dataclass(frozen=True)
 class Std:
-    """The standard deviation of all values, stored as exact sums of the values and their squares.
+    """The standard deviation of all values, stored as exact sums of the values and their squares,
+    each times its weight.
 
     >>> (Std.of([0.0, 2.0]) + Std.of([4.0])) == Std.of([0.0, 2.0, 4.0])
     True
     """
 
     number: float
+    """Number of values, or the sum of their weights."""
     total: Parts = (0.0,)
     squares: Parts = (0.0,)
+    rest: Parts = field(default=(), repr=False)
+    """Rounding error of `number`."""
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
+    def of(cls, values: Sequence[float], weights: Sequence[float] | None = None) -> Self:
+        """Without weights, all values count equally."""
         values = [float(value) for value in values]
-        squares = exact_sum(part for value in values for part in _square(value))
-        return cls(float(len(values)), exact_sum(values), squares)
+        if weights is None:
+            squares = exact_sum(part for value in values for part in _products([value], [value]))
+            return cls(float(len(values)), exact_sum(values), squares)
+        number, *rest = exact_sum(weights)
+        total = [*_products(weights, values)]  # two numbers for each value
+        squares = _products(total, [value for value in values for _ in range(2)])
+        return cls(number, exact_sum(total), exact_sum(squares), tuple(rest))
 
     def __add__(self, other: Std) -> Self:
         return cast(Self, _total("", [self, other]))
@@ -122,17 +135,18 @@ class Std:
             return self.squares[0] - self.squares[0] if isfinite(self.total[0]) else float("nan")
         # Exact arithmetic: in floats, the difference of two large sums would lose all digits.
         total, squares = (sum(map(Fraction, parts)) for parts in (self.total, self.squares))
-        number = Fraction(self.number)
+        number = sum(map(Fraction, self.rest), Fraction(self.number))
         return sqrt(max((squares - total * total / number) / number, 0))
 
 
-def _square(value: float) -> tuple[float, float]:
-    """Return the square of a value, and the square's rounding error."""
-    square = value * value
-    if not isfinite(square):
-        return square, 0.0
-    # The rounding error of a product of floats is itself a float.
-    return square, float(Fraction(value) ** 2 - Fraction(square))
+def _products(factors: Sequence[float], values: Sequence[float]) -> Iterator[float]:
+    """Yield the product of each pair, and the product's rounding error."""
+    for factor, value in zip(factors, values, strict=True):
+        product = factor * value
+        yield product
+        # The rounding error of a product of floats is itself a float.
+        if isfinite(product):
+            yield float(Fraction(factor) * Fraction(value) - Fraction(product))
 
 
 @dataclass(frozen=True)
@@ -188,9 +202,11 @@ def _total(name: str, metrics: list[Metric]) -> Metric:
         return _mean(cast(list[Mean], metrics))
     if issubclass(kind, Std):
         stds = cast(list[Std], metrics)
+        number, *rest = exact_sum([part for std in stds for part in (std.number, *std.rest)])
         return replace(
             stds[0],
-            number=sum(std.number for std in stds),
+            number=number,
+            rest=tuple(rest),
             total=exact_sum([part for std in stds for part in std.total]),
             squares=exact_sum([part for std in stds for part in std.squares]),
         )

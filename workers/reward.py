@@ -16,7 +16,15 @@ import pyarrow as pa
 import pydantic
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import ANSWER, PROMPT, PROMPT_IDS, RESPONSE, RESPONSE_IDS, REWARD
+from ..dataflow.column import (
+    ANSWER,
+    EPISODE_ROWS,
+    PROMPT,
+    PROMPT_IDS,
+    RESPONSE,
+    RESPONSE_IDS,
+    REWARD,
+)
 from ..dataflow.config import Config
 from ..dataflow.errors import ResultError, UserError
 from ..dataflow.metrics import Max, Mean, Metric, Metrics, Std, Sum, merge
@@ -150,7 +158,7 @@ def _reads(config: RewardConfig) -> tuple[str, ...]:
 
 
 def _may_read(config: RewardConfig) -> tuple[str, ...]:
-    return (str(PROMPT), str(PROMPT_IDS), *config.may_read)
+    return (str(PROMPT), str(PROMPT_IDS), str(EPISODE_ROWS), *config.may_read)
 
 
 def reward_processes(cpus: int) -> int:
@@ -229,7 +237,7 @@ class RewardWorker(Worker):
                 for done in scoring.run():
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
-                    metrics = self._metrics(outcomes, scoring.logged, into)
+                    metrics = self._metrics(outcomes, row_weights(rows), scoring.logged, into)
                     yield self._written(rows, outcomes, into), metrics
         except ResultError:
             raise self._blamed(samples, scoring.failed) from None
@@ -248,12 +256,14 @@ class RewardWorker(Worker):
             columns[f"{into}_parts"] = pa.array(parts, pa.string())
         return rows.with_columns(**columns)
 
-    def _metrics(self, outcomes: Sequence[Outcome], logged: Metrics, into: str) -> Metrics:
+    def _metrics(
+        self, outcomes: Sequence[Outcome], weights: list[float] | None, logged: Metrics, into: str
+    ) -> Metrics:
         parts = merge(
-            {name: Mean(value) for name, value in outcome.parts(self.config.rewards).items()}
-            for outcome in outcomes
+            {name: Mean(weight * v, weight) for name, v in outcome.parts(self.config.rewards).items()}
+            for outcome, weight in zip(outcomes, weights or [1.0] * len(outcomes), strict=True)
         )
-        own = reward_metrics([outcome.reward for outcome in outcomes])
+        own = reward_metrics([outcome.reward for outcome in outcomes], weights)
         return of_column(into, {**logged, **parts, **own})
 
     def _blamed(self, samples: Batch, failed: Mapping[int, Exception]) -> Exception:
@@ -304,9 +314,20 @@ def _working_directory_kept() -> Iterator[None]:
                 os.chdir(here)
 
 
-def reward_metrics(rewards: Sequence[float]) -> dict[str, Metric]:
+def row_weights(samples: Batch) -> list[float] | None:
+    """Return the weights with which metrics count an episode once, however many rows it has; None if
+    rows have equal weights. Other calls may have further rows of the episode.
+
+    >>> row_weights(Batch.of(episode_rows=[2, 1, 2]))
+    [0.5, 1.0, 0.5]
+    """
+    return (1.0 / samples.numpy(EPISODE_ROWS)).tolist() if EPISODE_ROWS in samples else None
+
+
+def reward_metrics(rewards: Sequence[float], weights: list[float] | None) -> dict[str, Metric]:
     """Return mean, standard deviation, number (`scored`) and, unless there are none, maximum."""
-    metrics = {"mean": Mean.of(rewards), "std": Std.of(rewards), "scored": Sum(float(len(rewards)))}
+    mean, std = Mean.of(rewards, weights), Std.of(rewards, weights)
+    metrics = {"mean": mean, "std": std, "scored": Sum(mean.weight)}
     return {**metrics, **({"max": Max(max(rewards))} if rewards else {})}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
+from ..dataflow.column import EPISODE_ROWS, PROMPT_IDS, RESPONSE_IDS, REWARD, TOKEN_SCORES
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Metrics
 from .critic import last_of_rows
@@ -16,7 +16,7 @@ from .dispatch import Coordinates, Dispatch
 from .engine_worker import EngineWorker
 from .models.model_folder import SCALAR_HEAD, check_scalar_head, read_model_config
 from .models.weight_files import find_tensor
-from .reward import of_column, reward_metrics
+from .reward import of_column, reward_metrics, row_weights
 from .training.engine import ModelConfig
 from .worker import Context, remote
 
@@ -60,7 +60,12 @@ class RewardModelWorker(EngineWorker):
         """Coordinates of this rank, which is a replica."""
         return Coordinates(dp=self.context.rank)
 
-    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=(PROMPT_IDS, RESPONSE_IDS),
+        may_read=(EPISODE_ROWS,),
+        writes=lambda into: (into,),
+    )
     def score(self, samples: Batch, *, into: str = str(REWARD)) -> tuple[Batch, Metrics]:
         """Compute the reward of each response: the head's output at its last token. Raises a
         UserError that names the row if a response is empty or its reward is not finite."""
@@ -72,7 +77,8 @@ class RewardModelWorker(EngineWorker):
                 f"{self.config.model} gives sample {row} the reward {rewards[wrong[0]]}; a "
                 "reward must be a finite number"
             )
-        return samples.with_columns(**{into: rewards}), of_column(into, reward_metrics(rewards.tolist()))
+        metrics = reward_metrics(rewards.tolist(), row_weights(samples))
+        return samples.with_columns(**{into: rewards}), of_column(into, metrics)
 
     @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(PROMPT_IDS, RESPONSE_IDS), writes=lambda into: (into,))
     def token_scores(self, samples: Batch, *, into: str = str(TOKEN_SCORES)) -> Batch:

@@ -38,6 +38,7 @@ from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
 from .agents.harness import Environment, Interact, PlannedHarness, as_harness
 from .agents.link import Hello, Link
+from .agents.rendering import check_parsers
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
 from .environment import EnvWorker
@@ -70,7 +71,7 @@ from .models.node_folder import node_folder
 from .models.weight_files import check_weights
 from .node_memory import node_memory
 from .training.lora import Lora
-from .worker import Children, Context, Worker, rank_device, remote
+from .worker import IDLE, Children, Context, Worker, rank_device, remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
@@ -110,6 +111,14 @@ class RolloutConfig(VllmSettings):
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with
     memory for two copies of the weights. Set it to False if such transfers take too long."""
+    tool_parser: str = "auto"
+    """How agents' gateway reads tool calls in the model's text: the name of one of vLLM's tool
+    parsers, "none" to leave calls as text, or "auto" to choose by the chat template. Set it if the
+    gateway does not recognize the model's calls."""
+    reasoning_parser: str = "auto"
+    """How agents' gateway separates thinking from content: the name of one of vLLM's reasoning
+    parsers, "none" to leave it in the content, or "auto" to choose by tags such as `<think>`. Set it
+    if the model writes thinking in another form."""
     free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
@@ -147,6 +156,8 @@ class RolloutConfig(VllmSettings):
                     "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
+            if {"harness", "env"} & node.arguments.keys():
+                check_parsers(self.tool_parser, self.reasoning_parser)
             if "harness" in node.arguments:
                 harness = as_harness(node.arguments["harness"])
                 harness.plan()
@@ -260,10 +271,10 @@ def _or_raise(max_context: int, of_model: int | None) -> str:
 
 MAX_RESPONSES = 10_000_000
 """Limit on the responses of one `generate` call, which holds a request for each."""
-EPISODE_WAIT_S = 0.02
-"""[s] Longest wait for a turn to sample before other calls get a chance to run."""
+EpisodeParts = Generator[tuple[Children, Metrics] | Literal["idle"] | None, Collection[int] | None, None]
+"""Yields the rows of ended episodes, None after a step of the engine, or IDLE."""
 POLL_S = 0.001
-"""[s] Polling interval for new weights while the worker is idle."""
+"""[s] Polling interval for new weights while the engine has nothing to decode."""
 
 
 def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
@@ -398,7 +409,7 @@ class RolloutWorker(Worker):
     )
     def run(
         self, prompts: Batch, *, harness: Any, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+    ) -> EpisodeParts:
         """Run `n` episodes of a harness for each prompt, and make training rows of their turns.
 
         The harness talks to the model over HTTP, in its own process. An episode has one row, or
@@ -426,11 +437,13 @@ class RolloutWorker(Worker):
         self._generating += 1
         try:
             # The gateway finds the model as the driver does; this rank may be on another node.
-            server.open(call.opened(str(self.config.model), self.max_context))
+            parsers = self.config.tool_parser, self.config.reasoning_parser
+            server.open(call.opened(str(self.config.model), self.max_context, *parsers))
             while call.pending:
-                server.work(EPISODE_WAIT_S)
+                server.work()
                 self.context.advance()
-                sent = yield call.take(server.take_ended(call.pending))
+                ended = call.take(server.take_ended(call.pending))
+                sent = yield ended or (None if server.is_sampling else IDLE)
                 if given_up := call.give_up(sent or ()):
                     server.close(given_up)
         finally:
@@ -447,7 +460,7 @@ class RolloutWorker(Worker):
     )
     def interact(
         self, prompts: Batch, *, env: EnvWorker | str, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+    ) -> EpisodeParts:
         """Play `n` episodes for each prompt in the environments of an `EnvWorker` group. Returns what
         `run` returns, with `reward` (the sum of an episode's rewards) and `turn_rewards`.
 
@@ -463,7 +476,7 @@ class RolloutWorker(Worker):
         if address is None:
             raise UserError(f"{self.context.name}.run() needs a gateway, which only a driver starts")
         hello = Hello(self.context.name, self.context.rank, self.config.max_num_seqs)
-        return EpisodeServer(self.engine, lambda: Link(address, hello))
+        return EpisodeServer(self.engine, lambda: Link(address, hello, self.context.wake))
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
@@ -497,7 +510,7 @@ class RolloutWorker(Worker):
     def _stage(self, weights: Weights, recompute: bool) -> Generator[None, None, tuple[str, Metrics]]:
         for _ in self.engine.stage_weights(weights):
             self.context.advance()
-            if not self._generating:
+            if not self.engine.num_unfinished:
                 time.sleep(POLL_S)
             yield
         started = time.perf_counter()

@@ -37,7 +37,7 @@ class TeacherWorker(RolloutWorker):
 
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
-        super().check(config, nodes, source)
+        super().check(config, [], source)  # no node samples
         if config.engine != "vllm":
             raise UserError(
                 f"TeacherWorker(engine={config.engine!r}) needs vLLM; for transformers, use weft.ReferenceWorker"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..dataflow.source import Source
     from .rendezvous import GatewayAddress, Rendezvous
 
+
+IDLE: Final = "idle"
+"""What an interruptible method yields instead of None while it waits for another process."""
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -41,8 +44,9 @@ def remote(
 
     A method with columns takes a `Batch` as its first argument. It returns a `Batch`, metrics,
     `(Batch, metrics)`, or an iterator of these. The worker publishes each item of an iterator as
-    soon as the method yields it; None publishes nothing, but lets another call run. A map returns
-    one row for each input row, in the same order.
+    soon as the method yields it; None publishes nothing, but lets another call run. IDLE also says
+    that the call waits for something: while all calls do, the rank sleeps until `Context.wake`. A map
+    returns one row for each input row, in the same order.
 
     A method without columns returns a result, or a generator that yields None and finally returns
     the result with metrics.
@@ -121,6 +125,8 @@ class Context:
     advance: Callable[[], None] = lambda: None
     """Call this after each part of the work, such as a microbatch or an engine step. If a rank does
     not call it for `call_timeout_s`, the driver considers the rank hung."""
+    wake: Callable[[], object] = lambda: None
+    """Call this, on any thread, when calls that have yielded IDLE may continue."""
 
 
 def device_index(context: Context, visible: int) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,8 @@ class Setting:
         self.engine: Any = self.worker.engine
         self.gateway = GatewayProcess(folder)
         address, hello = self.gateway.address, Hello("rollout", 0, SESSIONS)
-        self.server = EpisodeServer(self.engine, lambda: Link(address, hello))
+        self._came = threading.Event()
+        self.server = EpisodeServer(self.engine, lambda: Link(address, hello, self._came.set))
         self._ids = 0
 
     def close(self) -> None:
@@ -133,7 +135,10 @@ class Setting:
         while pending:
             assert time.perf_counter() - started < DEADLINE_S, f"{len(pending)} episodes did not end"
             was_sampling, before = self.server.is_sampling, time.perf_counter()
-            self.server.work(0.01)
+            self.server.work()
+            if not self.server.is_sampling:
+                self._came.wait(0.01)
+                self._came.clear()
             if was_sampling and began is None:
                 began = before
             if began is not None and not was_sampling:

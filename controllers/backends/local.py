@@ -167,6 +167,7 @@ class Local(Backend):
         """[s] Group -> longest time without progress."""
         self._silent: dict[str, str] = {}
         """Group that exceeded its limit -> its stack."""
+        self._awake = threading.Event()
 
     def __repr__(self) -> str:
         return "Local()"
@@ -212,6 +213,7 @@ class Local(Backend):
             seed=setup.seed,
             gateway=setup.gateway,
             advance=watch.advance,
+            wake=self._awake.set,
         )
         try:
             with watch.over(setup.start_timeout_s):
@@ -236,10 +238,15 @@ class Local(Backend):
 
     def wait(self, timeout_s: float) -> Sequence[Event]:
         assert self._watch is not None
-        while not (self._events or self._silent) and any(
-            executor.busy for executor in self._executors.values()
+        while not (self._events or self._silent) and (
+            busy := {name: each for name, each in self._executors.items() if each.busy}
         ):
-            for name, executor in self._executors.items():
+            if idle_s := min(executor.idle_s for executor in busy.values()):
+                self._awake.wait(idle_s)
+                self._awake.clear()
+                for executor in busy.values():
+                    executor.rouse()
+            for name, executor in busy.items():
                 if executor.busy:
                     self._take_turn(name, executor, self._watch)
         if self._silent:  # the caller ends the run within a second

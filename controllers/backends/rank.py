@@ -305,7 +305,7 @@ class _Rank:
         if files.peers is not None:
             self.connect(files.peers)
         self._executor = ExecutorThread(self._data)
-        self._context = replace(context, advance=self._executor.advance)
+        self._context = replace(context, advance=self._executor.advance, wake=self._executor.wake)
         self._worker_class, self._config = worker_class, config
         self._models = files.models
         self._port: socket.socket | None = None

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.buffer.leases import Staleness
 from ...dataflow.buffer.sample_buffer import SampleBuffer
+from ...dataflow.buffer.staleness import Staleness
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import StalenessError
 from ...dataflow.graph import Node
@@ -286,7 +286,7 @@ class Dispatcher:
             # A started update cannot be undone, so the call's timeout ends the run instead.
             deadline_s=None if updates else self._buffer.config.lease_deadline_s,
             staleness=self._staleness(node, group) if graph_run is self._train else None,
-            version=group.version if str(RESPONSE_VERSIONS) in node.writes else None,
+            version=group.version if self._ages_from_the_start(node) else None,
         )
         if lease is None:
             return
@@ -311,6 +311,11 @@ class Dispatcher:
             last=last,
         )
         self._calls.queue([request])
+
+    def _ages_from_the_start(self, node: Node) -> bool:
+        """Whether the rows that a node generates have the version at its claim, if not a newer one.
+        Otherwise, their version is unknown until they are published."""
+        return str(RESPONSE_VERSIONS) in node.writes and self._schedule.version_of == "oldest_token"
 
     def _staleness(self, node: Node, group: WorkerGroup) -> Staleness | None:
         """Return the staleness limit for rows that an update claims, or None."""

@@ -92,6 +92,7 @@ class Run:
         keeps = None if spec.schedule.overlaps else graph_runs.needs_weights
         schedule = spec.schedule
         partial = schedule.partial_rollouts if isinstance(schedule, Asynchronous) else "continue"
+        self._train.ledger.version_of = schedule.version_of
         self._weights = weights = WeightSync(spec.follows, groups, partial, self._backend.cancel, keeps)
         timeouts_s = spec.start_timeout_s, spec.call_timeout_s
         shared = self._progress, self._disk, history.failures

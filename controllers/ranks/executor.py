@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import queue
 import threading
@@ -23,8 +25,8 @@ from ...dataflow.errors import Cancelled, Ended, Planned, Silent
 from ...dataflow.graph import declared
 from ...dataflow.metrics import Max, Metrics
 from ...dataflow.runs.files import is_full
-from ...workers.worker import Worker, peak_device_bytes
-from .row_io import DataAccess, Publisher, Replies, gather
+from ...workers.worker import IDLE, Worker, peak_device_bytes
+from .row_io import DataAccess, Idle, Publisher, Replies, gather
 from .tasks import Failure, FailureKind, Reply, RowTask, Task, failure_of
 
 # CallOrder: the order of calls on one rank, as a state machine. Generating calls are interruptible
@@ -63,6 +65,9 @@ class CallOrder(Generic[C]):
     def __len__(self) -> int:
         return len(self._exclusive) + len(self._interruptible)
 
+    def __iter__(self) -> Iterator[C]:
+        return itertools.chain(self._exclusive, self._interruptible)
+
     @property
     def next(self) -> C | None:
         return next(iter(self._exclusive or self._interruptible), None)
@@ -95,8 +100,7 @@ class CallOrder(Generic[C]):
 
     def find(self, number: int) -> C | None:
         """Return the call with this number, or None if it has not arrived or has ended."""
-        calls = (*self._exclusive, *self._interruptible)
-        return next((call for call in calls if call.number == number), None)
+        return next((call for call in self if call.number == number), None)
 
     def _queue(self, call: C) -> deque[C]:
         return self._interruptible if call.interruptible else self._exclusive
@@ -109,8 +113,8 @@ OURS = (Ended, Cancelled, Silent, Planned, GeneratorExit, KeyboardInterrupt)
 
 
 def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Replies:
-    """Execute a call and yield its replies, or None to let other calls take a turn. The executor
-    appends the ids of samples that are no longer needed to `given_up`."""
+    """Execute a call and yield its replies, or None or Idle to let other calls take a turn. The
+    executor appends the ids of samples that are no longer needed to `given_up`."""
     started = time.perf_counter()
     try:
         if task.rows is None:
@@ -133,7 +137,7 @@ def run(worker: Worker, task: Task, data: DataAccess, given_up: list[int]) -> Re
 
 def _run_on_rows(
     worker: Worker, task: Task, rows: RowTask, data: DataAccess, given_up: list[int]
-) -> Generator[Reply | None, None, Reply]:
+) -> Generator[Reply | Idle | None, None, Reply]:
     try:
         batch = gather(rows, data.reader)
     except Exception as error:
@@ -163,9 +167,9 @@ def _publish_parts(
     result: Iterator[Any], publisher: Publisher, rows: RowTask, given_up: list[int]
 ) -> Replies:
     for part in _parts(result, given_up):
-        if part is None and rows.operation.interruptible:
+        if (part is None or part is IDLE) and rows.operation.interruptible:
             yield from publisher.publish_due()
-            yield None
+            yield None if part is None else publisher.idle
         else:
             yield from publisher.publish_part(part)
 
@@ -191,6 +195,8 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
 
 KEEPALIVE_S = 5.0
 """[s] A worker that advances sends a reply at least this often."""
+IDLE_S = 1.0
+"""[s] A call that waits for something gets a turn at least this often, in which the worker advances."""
 OnReply = Callable[[Reply], None]
 
 
@@ -203,6 +209,8 @@ class _Running:
     given_up: list[int]
     interruptible: bool
     started: bool = False
+    idle_until: float = -math.inf
+    """[s] Time at which the call needs its next turn if nothing wakes it."""
 
     @property
     def number(self) -> int:
@@ -223,6 +231,17 @@ class Executor:
     @property
     def busy(self) -> bool:
         return len(self._order) > 0
+
+    @property
+    def idle_s(self) -> float:
+        """[s] Time until a call needs its next turn if nothing wakes it; 0 if one has work to do."""
+        until = min((call.idle_until for call in self._order), default=-math.inf)
+        return max(0.0, until - self._clock())
+
+    def rouse(self) -> None:
+        """Give every call a turn, because something that they wait for may have come."""
+        for call in self._order:
+            call.idle_until = -math.inf
 
     def add_task(
         self, task: Task, on_reply: OnReply, on_start: Callable[[], None] = lambda: None
@@ -246,6 +265,9 @@ class Executor:
             running.on_start()
         reply = next(running.replies)
         now_s = self._clock()
+        running.idle_until = -math.inf
+        if isinstance(reply, Idle):
+            running.idle_until, reply = now_s + min(reply.seconds, IDLE_S), None
         if reply is None and now_s - self._spoke_s > KEEPALIVE_S:
             reply = Reply()  # a sign of life
         if reply is not None and reply.is_last:
@@ -261,6 +283,7 @@ class Executor:
         running = self._order.find(number)
         if running is not None:
             running.given_up += sample_ids
+            running.idle_until = -math.inf
 
     def cancel_call(self, number: int) -> None:
         """Cancel a call, now or on arrival. It still publishes finished rows."""
@@ -271,7 +294,7 @@ class Executor:
             try:
                 reply = running.replies.throw(Cancelled())
                 while True:
-                    if reply is not None and not reply.is_last:
+                    if isinstance(reply, Reply) and not reply.is_last:
                         running.on_reply(reply)
                     reply = next(running.replies)
             except (Cancelled, StopIteration):
@@ -317,6 +340,7 @@ class ExecutorThread:
         self._steps = self._seen = 0
         self._requests: queue.SimpleQueue[Callable[[Executor], None] | None] = queue.SimpleQueue()
         """Actions between two turns; None ends the thread."""
+        self._awake = threading.Event()
         self._up = threading.Event()
         self._worker: Worker | None = None
         self._failure: Failure | None = None
@@ -354,15 +378,21 @@ class ExecutorThread:
             yield Reply(failure=worker)
             return
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._requests.put(lambda executor: executor.add_task(task, replies.put))
+        self.between_turns(lambda executor: executor.add_task(task, replies.put))
         yield from replies_of(replies, self.has_advanced)
 
     def between_turns(self, action: Callable[[Executor], None]) -> None:
         self._requests.put(action)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the sleep of a worker whose calls are all idle."""
+        self._awake.set()
 
     def close(self) -> None:
         """Close the worker after its current turn, and end the thread."""
         self._requests.put(None)
+        self.wake()
         if self._thread is not None:
             self._thread.join()
 
@@ -387,6 +417,10 @@ class ExecutorThread:
             # A request, such as a cancellation, must not wait for calls to end.
             while executor is not None and executor.busy and self._requests.empty():
                 executor.take_turn()
+                if idle_s := executor.idle_s:
+                    self._awake.wait(idle_s)
+                    self._awake.clear()
+                    executor.rouse()
             request = self._requests.get()
             if request is None:
                 return

@@ -16,6 +16,7 @@ from ...dataflow.batch import Batch
 from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.rows import MAX_CHILDREN
 from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ...dataflow.buffer.staleness import row_versions
 from ...dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
@@ -36,7 +37,15 @@ from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
 from ...workers.worker import Children
 from .tasks import Reply, RowTask, Task
 
-Replies = Generator[Reply | None, None, None]
+
+@dataclass(frozen=True)
+class Idle:
+    """A call has nothing to do until the worker's `Context.wake`, or for this long."""
+
+    seconds: float
+
+
+Replies = Generator[Reply | Idle | None, None, None]
 
 TOKEN_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, CHOSEN_IDS, REJECTED_IDS)
 """Columns whose lengths add up to the tokens of a row."""
@@ -139,6 +148,11 @@ class _Gathered:
     def take_due(self) -> list[Any]:
         return self.take_all() if self._clock() >= self._until else []
 
+    @property
+    def due_s(self) -> float:
+        """[s] Time until the waiting parts are due; infinity without any."""
+        return self._until - self._clock()
+
     def take_all(self) -> list[Any]:
         children, metrics = self._children, self._metrics
         self._children, self._metrics, self._until = [], [], math.inf
@@ -211,6 +225,10 @@ class Publisher:
     def publish_due(self) -> Replies:
         return self._publish_parts(self._gathered.take_due())
 
+    @property
+    def idle(self) -> Idle:
+        return Idle(max(0.0, self._gathered.due_s))
+
     def publish_rest(self) -> Replies:
         return self._publish_parts(self._gathered.take_all())
 
@@ -255,8 +273,8 @@ class Publisher:
         kept = batch.select(writes).with_columns(sample_id=ids)
         versions, newest = None, -1
         if str(RESPONSE_VERSIONS) in writes:
-            values, offsets = batch.ragged_numpy(RESPONSE_VERSIONS)
-            versions, newest = _minimum_per_row(values, offsets), int(values.max(initial=-1))
+            versions = row_versions(batch, self._rows.version_of)
+            newest = int(batch.ragged_numpy(RESPONSE_VERSIONS)[0].max(initial=-1))
         return Published(ids, num_tokens(batch, writes), versions, parents, finished, newest), kept
 
     def _returned_ids(self, batch: Batch) -> np.ndarray:
@@ -345,14 +363,3 @@ def _in_order(parents: np.ndarray) -> list[int]:
         numbers.append(seen[parent])
         seen[parent] += 1
     return numbers
-
-
-def _minimum_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the smallest value of each row of a ragged column; -1 for empty rows."""
-    lengths = np.diff(offsets)
-    out = np.full(len(lengths), -1, np.int64)
-    if len(values):
-        filled = lengths > 0
-        # `reduceat` gives a wrong minimum for empty rows.
-        out[filled] = np.minimum.reduceat(values, offsets[:-1][filled])
-    return out

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...dataflow.buffer.leases import ColumnPiece, Published
 from ...dataflow.buffer.segments import Segment
+from ...dataflow.buffer.staleness import VersionOf
 from ...dataflow.errors import ResultError, UserError
 from ...dataflow.metrics import Metrics
 from ...dataflow.operation import Operation
@@ -42,6 +43,8 @@ class RowTask:
     """The column `draw_path`, for operations that read it."""
     made: Sequence[Sequence[int]] | None = None
     """For each row, numbers of rows made from it earlier (EXPAND only), or None."""
+    version_of: VersionOf = "oldest_token"
+    """How to compute the versions of generated rows."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The task holds no user objects, so the plain pickler is enough. Ray's is slower: it checks

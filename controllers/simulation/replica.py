@@ -59,7 +59,7 @@ class Generating:
     left: list[int] = field(init=False)
     """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
-    """[prompts] of [n] versions of the weights that generated the first token."""
+    """[prompts] of [n] versions of the responses (`row_versions`). A response is one turn."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, response number) of finished responses that the batching delay holds back
@@ -196,7 +196,9 @@ class Replica:
         ended: dict[Generating, list[tuple[int, int]]] = {}
         while self._running and self._running[0][0] == self._steps:
             _, _, first, call, k, index = heapq.heappop(self._running)
-            call.versions[k][index] = self._versions[bisect_right(self._changes, first) - 1]
+            counts = call.rows.version_of  # token whose version counts
+            token = 0 if isinstance(counts, str) else int(counts * call.lengths[k][index])
+            call.versions[k][index] = self._versions[bisect_right(self._changes, first + token) - 1]
             call.left[k] -= 1
             ended.setdefault(call, []).append((k, index))
         for call, responses in ended.items():

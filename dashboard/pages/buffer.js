@@ -46,7 +46,7 @@ function view(data, context) {
     h("h2", { class: "hidden-text", key: "title" }, "Buffer"),
     known && figures([["waiting", count(totals.waiting)], ["leased", count(totals.leased)], ["done", count(totals.done), "ok"], ["dropped", count(totals.dropped), totals.dropped ? "bad" : ""], segments && ["segments", count(segments.count)], segments && ["bytes", bytes(segments.bytes)]]),
     h("div", { class: "two", key: "two" },
-      staleness.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, "share of the trained rows by how many updates behind their oldest token is"), stepsChip(context)), histogramOverSteps(staleness, SHADES, "staleness of the rows of each step")) : null,
+      staleness.length ? h("section", { class: "panel pad" }, h("h3", {}, "Staleness", h("small", {}, `share of the trained rows by how many updates behind their version is (${data.staleness_of})`), stepsChip(context)), histogramOverSteps(staleness, SHADES, "staleness of the rows of each step")) : null,
       ages(data),
       h("section", { class: "panel pad" }, h("h3", {}, "Drops by reason"), drops.length ? bars(drops) : h("p", { class: "soft small" }, "No row was dropped.")),
       space && segments.bytes ? h("section", { class: "panel pad" }, h("h3", {}, "Segments"), bars(space)) : null),

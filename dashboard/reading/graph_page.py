@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...dataflow.buffer.staleness import VersionOf
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import FUNCTIONS
 from ...dataflow.runs.files import BUFFER, SEGMENTS
@@ -177,6 +178,7 @@ def buffer_page(run: RunReader) -> dict[str, Any]:
         "waiting": waiting,
         "ages": _ages(graphs.get(TRAIN, {})),
         "staleness": staleness(run.samples.table()),
+        "staleness_of": _named(run.version_of),
         "leases": leases,
         "segments": {"count": files, "bytes": size, "budget_bytes": budget},
     }
@@ -204,24 +206,33 @@ def _ages(train: Mapping[str, Any]) -> dict[str, Any]:
     return {"edges_s": [0.0, *AGES_S[: len(counts)]], "counts": counts}
 
 
+def _named(version_of: VersionOf) -> str:
+    """Name the part of an episode whose staleness counts.
+
+    >>> _named("newest_turn"), _named(0.25)
+    ('newest turn', 'at most 25 % of its tokens are older')
+    """
+    if isinstance(version_of, str):
+        return version_of.replace("_", " ")
+    return f"at most {100 * version_of:g} % of its tokens are older"
+
+
 def staleness(samples: pa.Table) -> list[dict[str, Any]]:
     """For each range of steps, beginning with `step`, count trained samples by the lag of their
-    oldest token behind the trained weights [versions].
+    version behind the trained weights [versions].
 
-    >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "version_min": [0, 1, 0]}
+    >>> columns = {"graph": ["train"] * 3, "step": [1, 2, 2], "_version": [0, 1, 0]}
     >>> staleness(pa.table(columns))
     [{'step': 1, 'counts': {'0': 1}}, {'step': 2, 'counts': {'0': 1, '1': 1}}]
     """
-    if "version_min" not in samples.column_names:
+    if "_version" not in samples.column_names:
         return []
-    own = (
-        samples.select(["graph", "step", "version_min"]).filter(pc.field("graph") == "train").drop_null()
-    )
+    own = samples.select(["graph", "step", "_version"]).filter(pc.field("graph") == "train").drop_null()
     if not len(own):
         return []
     steps = own["step"].to_numpy()
     # Step s trains on samples of version s - 1 at best.
-    lags = np.clip(steps - 1 - own["version_min"].to_numpy(), 0, 1000)
+    lags = np.clip(steps - 1 - own["_version"].to_numpy(), 0, 1000)
     first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // MOST_BARS)
     bars = (steps - first) // width

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from ...controllers.recovery.checkpoints import complete_checkpoints
+from ...dataflow.buffer.staleness import VersionOf
 from ...dataflow.config import flattened
 from ...dataflow.graph import TRAIN
 from ...dataflow.metric_names import score_label
@@ -169,7 +170,7 @@ class RunReader:
         self._metrics, self._calls = MetricLog(path), CallLog(path)
         self._summary: tuple[dict[str, object], dict[str, Any]] | None = None
         """(state of the run's files, summary of them)."""
-        self.samples = SampleIndex(path)
+        self.samples = SampleIndex(path, lambda: self.version_of)
         self.sample_pages = SamplePages(self.samples)
         self.episode_pages = EpisodePages(self.samples)
 
@@ -187,6 +188,18 @@ class RunReader:
             self._metrics.refresh()
             last = self._metrics.last
         return facts_of(self.path, last)
+
+    @property
+    def version_of(self) -> VersionOf:
+        """The part of an episode whose policy version counts."""
+        schedule = nested(self.facts.config, "schedule")
+        match schedule.get("staleness_of"), schedule.get("stale_share"):
+            case "share", float(share):
+                return share
+            case "newest_turn", _:
+                return "newest_turn"
+            case _:
+                return "oldest_token"
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ import pyarrow as pa
 import pyarrow.compute
 import xxhash
 
+from ...dataflow.batch import Batch
+from ...dataflow.buffer.staleness import VersionOf, row_versions
+from ...dataflow.column import EPISODE_ID, RESPONSE_MASK, RESPONSE_VERSIONS, TURN_ENDS
+from ...dataflow.graph import TRAIN
 from ...dataflow.json_values import is_json
 from ...dataflow.runs.files import SAMPLES, SAMPLES_ARCHIVE
 from ...dataflow.runs.samples import NAME
@@ -37,8 +42,14 @@ LISTS_OF_TOKENS = ("response_ids", "chosen_ids", "rejected_ids")
 
 
 class SampleIndex:
-    def __init__(self, run: Path) -> None:
+    """
+    Args:
+        version_of: returns the part of an episode whose policy version counts.
+    """
+
+    def __init__(self, run: Path, version_of: Callable[[], VersionOf] = lambda: "oldest_token") -> None:
         self._folder, self._archive = run / SAMPLES, run / SAMPLES_ARCHIVE
+        self._version_of = version_of
         self._lock = threading.Lock()
         self._known: set[str] = set()
         self._files: list[Path] = []
@@ -145,6 +156,7 @@ class SampleIndex:
     def _add(self, table: pa.Table, path: Path) -> None:
         made = _indexed(table, len(self._files), short=self._text_bytes > TEXT_BYTES)
         self._files.append(path)
+        made = made.append_column("_version", _versions(table, self._version_of()))
         texts = (name for name in (*TEXTS, "_text") if name in made.column_names)
         self._text_bytes += sum(made[name].nbytes for name in texts)
         self._parts.append(made)
@@ -244,6 +256,21 @@ def _indexed(table: pa.Table, file: int, *, short: bool) -> pa.Table:
     kept["prompt_key"] = pa.array(_prompt_keys(table), pa.string())
     kept["_file"] = pa.array(np.full(len(table), file, np.int32))
     return pa.table(kept)
+
+
+def _versions(table: pa.Table, version_of: VersionOf) -> pa.Array:
+    """Return the policy version of each row of the training graph, null for others."""
+    found = np.full(len(table), -1, np.int64)
+    if str(RESPONSE_VERSIONS) in table.column_names:
+        of_train = compute.equal(table["graph"], TRAIN)
+        own = compute.and_(of_train, compute.is_valid(table[str(RESPONSE_VERSIONS)])).to_numpy()
+        read = map(str, (RESPONSE_VERSIONS, RESPONSE_MASK, TURN_ENDS, EPISODE_ID))
+        rows = table.select([name for name in read if name in table.column_names]).filter(own)
+        # Columns that only other graphs have are null.
+        rows = rows.select([name for name in rows.column_names if not rows[name].null_count])
+        if len(rows):
+            found[own] = row_versions(Batch.of_table(rows), version_of)
+    return pa.array(found, mask=found < 0)
 
 
 def _of_tokens(name: str, column: Any) -> dict[str, Any]:

@@ -14,8 +14,9 @@
 
 The request of a claim has the fields `rows`, `groups`, `stale` (version, bound and fate of a
 `Staleness`), `version` and `holder`. `too_old` lists the groups that the claim set aside; logs of
-format 5 and earlier lack it. Published columns are in one `segment`, or in `segments`: a list of
-[number of rows, *segment] for each rank, in row order. Records omit fields without a value.
+format 5 and earlier lack it. A publish has the `versions` of its rows (`row_versions`). Published
+columns are in one `segment`, or in `segments`: a list of [number of rows, *segment] for each rank,
+in row order. Records omit fields without a value.
 """
 
 from __future__ import annotations

@@ -11,44 +11,15 @@ import heapq
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import LeaseError
 from ..graph import SOURCE, Graph, Node
 from ..source import file_columns
-from .rows import Group, LevelRows, Row, StoredPart, places_in
+from .rows import Group, Row, StoredPart
 from .segments import Segment
-
-Fate = Literal["wait", "mask", "requeue", "drop"]
-"""How to handle a group that is too old for an update (see `Ledger._set_aside`).
-
-- wait: keep the group until the bound is larger.
-- mask: train on it, but mask all tokens of its stale rows.
-- requeue: drop it and issue its prompt again.
-- drop: drop it.
-"""
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """Staleness bound of an update, checked when it claims rows."""
-
-    version: int
-    """Policy version of the weights to train."""
-    bound: int
-    """Maximum allowed difference between `version` and the version of a row's oldest token."""
-    fate: Fate = "wait"
-
-    def too_old(self, rows: LevelRows, mask: int) -> list[int]:
-        """Return the places of the rows in `mask` that are too old. Rows that no policy generated
-        never become too old."""
-        versions, oldest = rows.versions, self.version - self.bound
-        return [
-            place for place in places_in(mask) if (v := versions[place]) is not None and 0 <= v < oldest
-        ]
-
 
 # Published rows
 
@@ -70,7 +41,7 @@ class Published:
     num_tokens: np.ndarray
     """[rows] int64 number of tokens that the written columns add to each row."""
     versions: np.ndarray | None = None
-    """[rows] int64 oldest policy version in each row, if the node generated the rows."""
+    """[rows] int64 policy version of each row (`row_versions`), if the node generated the rows."""
     parents: np.ndarray | None = None
     """[rows] int64 sample ids of the parents (EXPAND only)."""
     finished: np.ndarray | None = None
@@ -229,7 +200,7 @@ class Lease:
 
     @property
     def versions(self) -> list[int | None]:
-        """Oldest policy version in each row; None if no policy generated it."""
+        """Policy version of each row; None if no policy generated it."""
         rows = [(group.levels[level].versions, places) for group, level, _, places in self.taken]
         return [versions[place] for versions, places in rows for place in places]
 

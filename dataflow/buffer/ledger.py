@@ -31,10 +31,11 @@ from ..graph import SOURCE, Graph, Node
 from ..operation import Shape
 from ..runs.log import Log, Record
 from .events import publish_json, to_json
-from .leases import Lease, Leases, Published, PublishedLists, Spread, Staleness, Written
+from .leases import Lease, Leases, Published, PublishedLists, Spread, Written
 from .live_rows import LiveRows, Readiness
 from .rows import MAX_CHILDREN, Group, GroupState, Ids, LevelRows, StoredPart, places_in, union
 from .segments import Segment
+from .staleness import Staleness, VersionOf
 
 REQUEST = ("rows", "groups", "stale", "version")
 """Fields of a claim's log record that describe the request."""
@@ -96,6 +97,8 @@ class Ledger:
         self.leases = Leases(makers)
         self.stale: Counter[str] = Counter()
         """Number of groups that were too old at a claim, keyed by fate."""
+        self.version_of: VersionOf = "oldest_token"
+        """How ranks compute the versions of the rows that they publish."""
         self._index = self.live.wiring.index
         self._takes_groups = self.live.wiring.takes_groups
         self._clock = clock
@@ -141,7 +144,7 @@ class Ledger:
         version: int | None = None,
     ) -> Lease | None:
         """Lease ready rows to a node, in order of group and sample id. Return None if no row is
-        ready. An update gets the groups with the oldest tokens first.
+        ready. An update gets the groups with the oldest versions first.
 
         Args:
             max_rows: maximum number of rows, for a node that takes rows.
@@ -220,7 +223,7 @@ class Ledger:
     # Choose rows for a claim
     #
     # An update first sets aside all groups that are too old, then takes the groups with the oldest
-    # tokens. The first claim of a group for a quorum takes the first n ready rows, cancels the
+    # versions. The first claim of a group for a quorum takes the first n ready rows, cancels the
     # other rows and all work that only they need, and finishes the parents.
 
     def _choose(

@@ -35,8 +35,8 @@ class Readiness:
         """Heaps of ids of groups that may have ready rows. A node claims from the oldest first."""
         self.in_row_queues: list[set[int]] = [set() for _ in range(number)]
         self.group_queues: list[list[tuple[int, int]]] = [[] for _ in range(number)]
-        """Heaps of (oldest policy version, group id). An update takes the groups with the oldest
-        tokens first, because they become too old first."""
+        """Heaps of (oldest version of a row, group id). An update takes the groups with the oldest
+        versions first, because they become too old first."""
         self.num_rows = [0] * number
         """Number of ready rows or, for a node that takes groups, of rows in ready groups."""
         self.num_groups = [0] * number
@@ -44,7 +44,7 @@ class Readiness:
         """For nodes that take groups: number of unclaimed groups in flight."""
         self.too_old_groups: list[set[int]] = [set() for _ in range(number)]
         self.unclaimed_of: list[Counter[int]] = [Counter() for _ in range(number)]
-        """For updates: number of unclaimed groups, keyed by the policy version that began them."""
+        """For updates: number of unclaimed groups, keyed by `Group.version`."""
         self.offered_of: list[Counter[int]] = [Counter() for _ in range(number)]
         """Like `unclaimed_of`, but only for groups offered to the node."""
         self.todo = [0] * number
@@ -90,10 +90,14 @@ class Readiness:
             self.num_unclaimed[i] -= takes_groups and not group.claimed >> i & 1
 
     def set_version(self, group: Group, version: int | None) -> None:
-        """Set the policy version that began a group's generation; None if it has not begun."""
+        """Set `Group.version`."""
         self._tally(group, -1)
         group.version = version
         self._tally(group, 1)
+
+    def lower_version(self, group: Group, version: int) -> None:
+        if group.version is None or version < group.version:
+            self.set_version(group, version)
 
     def _tally(self, group: Group, by: int) -> None:
         """Add a group to the counts by version (`by=1`), or remove it (`by=-1`)."""
@@ -170,7 +174,7 @@ class Readiness:
         self.num_rows[i] += self._num_offered(group, i)
 
     def oldest_version(self, group: Group, i: int) -> int:
-        """Return the oldest policy version among a group's rows offered to node i, or YOUNGEST."""
+        """Return the oldest version among a group's rows offered to node i, or YOUNGEST."""
         versions = group.levels[self._wiring.level[i]].versions
         offered = places_in(self.offered_rows(group, i))
         return min(
@@ -251,7 +255,7 @@ class Readiness:
 
     def not_offered_until(self, node: Node) -> list[tuple[int, int]]:
         """Return cumulative counts of the groups that were not offered to an update yet: a pair
-        (version, number of such groups begun with this or an earlier version) for each version of
+        (version, number of such groups of this or an earlier version) for each `Group.version` of
         an unclaimed group, in ascending order."""
         i = self._wiring.index[node.name]
         unclaimed, offered = self.unclaimed_of[i], self.offered_of[i]
@@ -434,7 +438,7 @@ class LiveRows:
 
         Args:
             tokens: number of tokens that each row adds to its parent's.
-            versions: oldest policy version in each row. None takes the parents' versions.
+            versions: policy version of each row. None takes the parents' versions.
             parts: stored parts of the rows: one per row, one for all rows, or none.
         """
         group_of, above, level = self.group_of, self.wiring.level[i], self.graph.nodes[i].makes_level
@@ -447,6 +451,8 @@ class LiveRows:
             # A group has one row on the source's level.
             parent = source.place(parents[k]) if above != SOURCE else 0
             version = source.versions[parent] if versions is None else versions[k]
+            if versions is not None and versions[k] >= 0:
+                self.readiness.lower_version(group, versions[k])
             bit = rows.append(id, parent, source.tokens[parent] + tokens[k], version)
             if one is not None:
                 rows.column(i)[-1] = parts[k] if several else one

@@ -56,7 +56,7 @@ class Rule(enum.Enum):
     LEASE = "only the holder of an open lease publishes, finishes or releases rows, and only rows of that lease"
     NOTHING_LEFT_OUT = "a map or a group publishes all rows of its lease"
     STALENESS = "no update trains on rows that are older than its bound, unless they are masked"
-    OLDEST_FIRST = "an update takes the ready groups with the oldest tokens first"
+    OLDEST_FIRST = "an update takes the ready groups with the oldest versions first"
     STEP = "an update is part of the current step"
     ONE_UPDATE = "a step is one update: each group that is trained gets one new version in it"
     ONE_WRITER = "a restarted run holds no lease from before the restart, and its epoch is larger than all earlier ones"
@@ -427,13 +427,13 @@ class Checker:
             if group.graph is not graph or group in groups or self._oldest(group, node) >= newest:
                 continue
             if self._is_ready(graph, group, node):
-                takes = f"takes group {youngest.id}, whose oldest token is of version {newest:.0f}"
+                takes = f"takes group {youngest.id}, of version {newest:.0f}"
                 leaves = f"leaves group {group.id}, of version {self._oldest(group, node):.0f}"
                 self._break(Rule.OLDEST_FIRST, f"claim: {who} {takes}, and {leaves}")
                 return
 
     def _oldest(self, group: LoggedGroup, node: LoggedNode) -> float:
-        """Return a group's oldest policy version at a node; inf if no policy generated it."""
+        """Return the oldest version of a group's rows at a node; inf if no policy generated them."""
         rows = (self.rows.in_flight[id] for id in group.levels[node.level] - node.dropped)
         versions = (row.version for row in rows if row.version is not None and row.version >= 0)
         return min(versions, default=math.inf)

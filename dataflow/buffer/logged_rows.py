@@ -31,7 +31,7 @@ class LoggedRow:
     level: int
     tokens: int
     version: int | None
-    """Oldest policy version in the row; None if no policy generated it."""
+    """Policy version of the row; None if no policy generated it."""
     reason: str = ""
     """Why a node dropped the row; empty if none did."""
     children: list[LoggedRow] = field(default_factory=list)

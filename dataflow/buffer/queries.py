@@ -63,7 +63,7 @@ HISTORY = pa.schema(
         ("step", pa.int64()),
         ("position", pa.int64()),  # of the source row that it descends from
         ("tokens", pa.int64()),
-        ("version", pa.int64()),  # oldest policy version in the row
+        ("version", pa.int64()),  # policy version of the row
         ("state", pa.string()),  # waiting, leased, done or dropped
         ("reason", pa.string()),  # why it was dropped
         ("done", pa.list_(pa.string())),  # nodes that have finished the row

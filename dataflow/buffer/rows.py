@@ -130,7 +130,7 @@ class LevelRows:
         """Place of each row's parent on the level above; 0 for a row of the source."""
         self.tokens: list[int] = []
         self.versions: list[int | None] = []
-        """Oldest policy version in each row; None if no policy generated the row."""
+        """Policy version of each row (`row_versions`); None if no policy generated the row."""
         none = [0] * num_nodes
         self.done, self.offered, self.leased, self.skipped = none, none.copy(), none.copy(), none.copy()
         """Masks of the rows done, offered, leased and dropped at each node, indexed by node."""
@@ -231,7 +231,8 @@ class Group:
         """Step of the last update that trained on the group."""
         self.tokens = tokens
         self.version: int | None = None
-        """Policy version that began the group's generation."""
+        """Policy version from which the group ages: that of the claim that began its generation, if
+        the claim has one, or of an older row. None without either."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """Whether all rows of each level exist."""
@@ -298,7 +299,7 @@ class Row(NamedTuple):
 
     @property
     def version(self) -> int | None:
-        """Oldest policy version in the row; None if no policy generated it."""
+        """Policy version of the row; None if no policy generated it."""
         return self._level.versions[self.place]
 
     @property

@@ -25,7 +25,7 @@ from ..runs.files import LOG, SEGMENTS, Disk, is_full, make_folder, remove
 from ..runs.lock import RunLock
 from ..runs.log import SYNC_INTERVAL_S, Log, LogCutting, LogReader, Position, Record, graph_record
 from .events import RESTARTED
-from .leases import Fate, Lease, Published, Spread, Written
+from .leases import Lease, Published, Spread, Written
 from .ledger import Ledger
 from .recovery import (
     checkpoint_path,
@@ -39,6 +39,7 @@ from .recovery import (
 from .rows import Ids
 from .scratch import Scratch
 from .segments import Segment, SegmentStore, verify_segment, with_file
+from .staleness import Fate
 
 KEEP_CHECKPOINTS = 2
 CUT_BYTES = 4 << 20

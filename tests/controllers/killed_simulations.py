@@ -115,6 +115,7 @@ def random_schedule(chance: random.Random) -> Training:
         steps=STEPS,
         prompts_per_step=size,
         max_staleness=chance.randint(1, 3),
+        staleness_of=chance.choice(["oldest_token", "oldest_token", "newest_turn", "share"]),
         partial_rollouts=chance.choice(["continue", "continue", "finish", "requeue"]),
         groups_per_part=chance.choice([1, 1, 2]),
     )

@@ -25,8 +25,11 @@ from weft.controllers.loop import admission
 from weft.controllers.placement import Place, ResourcePool
 from weft.controllers.run_spec import Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
+from weft.dashboard.reading.graph_page import staleness
+from weft.dashboard.reading.run_reader import RunReader
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.buffer.staleness import row_versions
 from weft.dataflow.errors import StalledError, UserError
 from weft.dataflow.graph import group
 from weft.dataflow.metric_names import untimed
@@ -34,6 +37,7 @@ from weft.dataflow.operation import GROUPS, Shape, node
 from weft.dataflow.runs.alerts import read_alerts
 from weft.dataflow.runs.files import LOG
 from weft.dataflow.runs.log import LogReader
+from weft.dataflow.runs.samples import samples
 from weft.dataflow.tracing import graph as weft_graph
 
 
@@ -141,6 +145,35 @@ def test_no_row_is_older_than_the_bound_and_every_prompt_is_trained_once(
     }
     trained = {i for r in LogReader(folder / LOG) if r.get("node") == "actor.update" for i in r["ids"]}
     assert trained <= recorded
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_what_counts_for_the_staleness_of_an_episode_can_be_chosen(tmp_path: Path, share: float | None):
+    counts: dict[str, Any] = {"staleness_of": "share", "stale_share": share} if share else {}
+    schedule = Asynchronous(steps=12, prompts_per_step=3, max_staleness=1, **counts)
+    _, metrics, driver = run(tmp_path, schedule, slowest=40)
+    lag = max(row.get("actor/lag", 0) for row in metrics)
+    assert lag > 1 if share else lag <= 1, "rows may have a smaller share of older tokens"
+    folder = driver.directory.path / "buffer"
+    report = check_log(folder)
+    assert not report.violations
+    noted = {
+        id: version
+        for r in LogReader(folder / LOG)
+        if r["do"] == "publish"
+        for id, version in zip(r["ids"], r.get("versions", ()), strict=False)
+    }
+    table = samples(driver.directory.path)
+    assert table is not None
+    rows = Batch.of_table(table.select(["sample_id", "response_versions"]))
+    expected = row_versions(rows, share or "oldest_token").tolist()
+    assert [noted[id] for id in rows["sample_id"].to_pylist()] == expected
+    # The dashboard counts by the same rule.
+    reader = RunReader("run", driver.directory.path)
+    assert reader.samples.wait(10.0)
+    shown = staleness(reader.samples.table())
+    assert max(int(lag) for step in shown for lag in step["counts"]) <= 1
 
 
 def test_generation_continues_during_an_update(tmp_path: Path):

@@ -6,7 +6,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError
@@ -78,6 +78,29 @@ def test_metrics_are_bit_identical_however_rows_arrive(values: list[float], cuts
     assert merge({"mean": Mean(value), "sum": Sum(value)} for value in values) == merge(
         {"mean": Mean(value), "sum": Sum(value)} for value in mixed
     )
+
+
+@settings(deadline=None)
+@given(
+    episodes=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(1, 9)), min_size=1, max_size=5),
+    cut=st.integers(0, 20),
+    seed=st.integers(0, 9),
+)
+def test_rows_that_share_a_weight_of_one_count_as_one_value(
+    episodes: list[tuple[float, int]], cut: int, seed: int
+):
+    rows = [(value, 1 / number) for value, number in episodes for _ in range(number)]
+    rows = random.Random(seed).sample(rows, len(rows))
+    for kind in (Mean, Std):
+        one, other = (
+            kind.of([value for value, _ in part], [weight for _, weight in part])
+            for part in (rows[:cut], rows[cut:])
+        )
+        expected = kind.of([value for value, _ in episodes]).value
+        # Rounded weights of a few values hardly move a mean, but may move the rest of a deviation.
+        assert (one + other).value == pytest.approx(expected, rel=1e-9, abs=1e-2)
+    same = Std.of([0.1] * len(rows), [weight for _, weight in rows])
+    assert same.value == 0 and same.number == pytest.approx(len(episodes))
 
 
 def test_values_beyond_floats_are_no_error():

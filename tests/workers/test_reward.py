@@ -16,7 +16,7 @@ from weft.algorithms.graders.text import Exact, RegularExpression
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.dataflow.graph import group
-from weft.dataflow.metrics import Max, Mean
+from weft.dataflow.metrics import Max, Mean, Sum
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 from weft.workers.reward import RewardConfig, RewardWorker
@@ -59,6 +59,25 @@ def test_columns_come_by_name_and_the_response_as_text(model: Path):
     assert batch.numpy("reward").tolist() == [1.0, 0.0, 1.0]
     assert metrics["mean"] == Mean(2.0, 3) and metrics["max"] == Max(1.0)
     assert RewardConfig(function=exact, tokenizer=model).needs == ("answer",)
+
+
+def test_metrics_count_an_episode_once_however_many_rows_it_has(model: Path):
+    def scored(response: str, answer: str) -> dict[str, float]:
+        return {"score": exact(response, answer), "form": 2.0 * exact(response, answer)}
+
+    batch = samples().with_columns(episode_rows=[1, 2, 2], answer=["one two", "two", "three"])
+    _, metrics = score(scored, model, batch)
+    assert metrics["mean"] == Mean(1.0, 2.0) and metrics["std"].value == 0.5
+    assert metrics["scored"] == Sum(2.0) and metrics["form"].value == 1.0
+
+    @graph
+    def graded(rows: Any, *, grader: Any) -> Any:
+        return grader.score(rows)
+
+    columns = {"response_ids": [[1]], "answer": ["a"], "episode_rows": [2]}
+    source = TableSource("s", pa.table(columns))
+    recorded = graded(source, grader=group(RewardWorker, function=exact, tokenizer=model, name="grader"))
+    assert "episode_rows" in recorded["grader.score"].reads
 
 
 def test_token_ids_may_be_requested_and_defaults_replace_missing_columns(model: Path):

@@ -430,6 +430,15 @@ def test_stop_tokens_are_those_that_generation_names(
     assert read_stop_tokens(model) == expected
 
 
+def test_parsers_of_agents_are_checked_by_name(tmp_path: Path) -> None:
+    config = RolloutConfig(
+        model=folder_with(tmp_path / "m"), engine="transformers", tool_parser="hermse"
+    )
+    check(config, [], sampling=Sampling(max_tokens=8))
+    with pytest.raises(UserError, match=r"tool_parser='hermse': .*did you mean 'hermes'"):
+        check(config, [], env="env")
+
+
 def test_checks_import_no_torch_and_no_vllm(tmp_path: Path) -> None:
     folder_with(tmp_path / "m")
     program = (
@@ -437,7 +446,9 @@ def test_checks_import_no_torch_and_no_vllm(tmp_path: Path) -> None:
         "from weft.workers.rollout import RolloutWorker\n"
         "from weft.workers.rollout import RolloutConfig\n"
         "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
-        f"RolloutWorker.check(RolloutConfig(model={str(tmp_path / 'm')!r}), [], source)\n"
+        f"config = RolloutConfig(model={str(tmp_path / 'm')!r}, tool_parser='kimi_k2')\n"
+        "node = types.SimpleNamespace(name='play', arguments={'env': 'env'})\n"
+        "RolloutWorker.check(config, [node], source)\n"
         "assert not {'torch', 'vllm', 'transformers', 'ray'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

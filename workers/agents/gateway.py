@@ -115,7 +115,7 @@ class Gateway:
         logs: folder for the output of harnesses.
         note: tells the driver a line.
         ask: asks the driver to look after the ranks of a group.
-        load: makes the renderer of a model.
+        load: makes a renderer for a model and the names of its parsers.
         start: makes what runs the episodes of a harness.
     """
 
@@ -126,7 +126,7 @@ class Gateway:
         logs: Path,
         note: Callable[[str], None],
         ask: Callable[[str], None] = lambda group: None,
-        load: Callable[[str], Renderer] = Renderer.load,
+        load: Callable[[str, str, str], Renderer] = Renderer.load,
         start: Callable[[HarnessPlan, Path, Path], Awaitable[EpisodeRunner]] | None = None,
     ) -> None:
         self._load, self._start, self._ask = load, start or _started, ask
@@ -135,7 +135,7 @@ class Gateway:
         self._replicas = Replicas()
         self._episodes: dict[int, _Episode] = {}
         self._by_key: dict[str, _Episode] = {}
-        self._renderers: dict[str, asyncio.Task[Renderer]] = {}
+        self._renderers: dict[tuple[str, str, str], asyncio.Task[Renderer]] = {}
         self._runners: dict[str, asyncio.Future[EpisodeRunner]] = {}
         self._players: dict[str, Players] = {}
         """Name of a group of environments -> its ranks."""
@@ -259,7 +259,7 @@ class Gateway:
     async def _attempts(self, episode: _Episode) -> Ended:
         opened, episode_id = episode.opened, episode.request.episode_id
         try:
-            renderer = await self._renderer(opened.model)
+            renderer = await self._renderer(opened)
             runner = episode.runner = await self._runner(opened.plan)
         except UserError as error:  # the model has no chat template, or the harness cannot be loaded
             return Ended(episode_id, where="harness", failure=str(error), scored=False, fatal=True)
@@ -313,10 +313,12 @@ class Gateway:
             episode.task.cancel()
             await self._end_session(episode)
 
-    async def _renderer(self, model: str) -> Renderer:
-        if model not in self._renderers:
-            self._renderers[model] = asyncio.create_task(asyncio.to_thread(self._load, model))
-        return await self._renderers[model]
+    async def _renderer(self, opened: Open) -> Renderer:
+        """Return the renderer of a model. Raises a UserError if it cannot be loaded."""
+        key = opened.model, opened.tool_parser, opened.reasoning_parser
+        if key not in self._renderers:
+            self._renderers[key] = asyncio.create_task(asyncio.to_thread(self._load, *key))
+        return await self._renderers[key]
 
     async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | Players:
         """Return what runs the episodes of a harness. Raises a UserError if it cannot be loaded."""
@@ -397,7 +399,7 @@ class Gateway:
         turns = await self._turns(episode, request, lambda s, retry: s.begin(asked, retry=retry))
         if turns is None:
             return Reply(status_code=CLIENT_GONE)
-        renderer = await self._renderer(episode.opened.model)
+        renderer = await self._renderer(episode.opened)
         completions = [_completion(turn, renderer) for turn in turns]
         known: dict[str, Any] = {
             "id": f"weft-{secrets.token_hex(12)}",
@@ -544,7 +546,7 @@ class Gateway:
     def _note_overridden(self, names: Iterable[str]) -> None:
         for name in sorted({*names} - self._noted):
             self._noted.add(name)
-            self._note(f"a harness sets {name}, which the run's Sampling decides instead")
+            self._note(f"Weft ignores {name} of a harness: the run's Sampling decides how to sample")
 
 
 async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner:

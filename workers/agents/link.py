@@ -77,6 +77,8 @@ class Open:
     sampling: Sampling
     plan: HarnessPlan
     episodes: tuple[EpisodeRequest, ...]
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,8 @@ def _whole(value: Any, buffer: memoryview, used: list[int]) -> Any:
 
 
 class Link:
-    """A rank's side. One thread receives, and calls `came`; the worker's thread sends and takes.
+    """A rank's side. One thread receives, and calls `came` after each record, and when the gateway is
+    gone. The worker's thread sends and takes.
 
     Raises:
         GatewayLost: no gateway answers within `CONNECT_S`.
@@ -266,7 +269,6 @@ class Link:
             at = address.url("ws", PATH)
             raise GatewayLost(f"the gateway at {at} does not answer: {error!r}") from None
         self._records: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._came = threading.Event()
         self._tell = came
         self._lost = ""
         threading.Thread(target=self._receive, name="weft-gateway", daemon=True).start()
@@ -282,7 +284,6 @@ class Link:
     def take(self) -> list[Any]:
         """Return the records that have arrived. Raises GatewayLost after the last one of a gateway
         that is gone."""
-        self._came.clear()
         found: list[Any] = []
         with suppress(queue.Empty):
             while True:
@@ -290,10 +291,6 @@ class Link:
         if not found and self._lost:
             raise GatewayLost(f"the gateway is gone: {self._lost}")
         return found
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a record, at most this long."""
-        self._came.wait(seconds)
 
     def close(self) -> None:
         with suppress(Exception):
@@ -304,11 +301,9 @@ class Link:
             for content in self._socket:
                 assert isinstance(content, bytes)
                 self._records.put(to_record(content))
-                self._came.set()
                 self._tell()
             self._lost = "it closed the connection"
         except Exception as error:
             self._lost = repr(error)
-        self._came.set()
         with suppress(RuntimeError):  # the loop that it wakes may be closed
             self._tell()

@@ -133,7 +133,9 @@ class Fields:
         for part in self.objects(name):
             kind = part.values.get("type", "text")
             if kind not in _TEXT_PARTS:
-                raise part.wrong("", f"a part of type {short(kind)}, but the model reads text only")
+                raise part.wrong(
+                    "", f"a part of type {short(kind)}, but Weft serves text only to harnesses"
+                )
             texts.append(part.require(_TEXT_PARTS[kind], str))
         return clean("\n".join(texts))
 

@@ -6,6 +6,7 @@ does not import vLLM or torch. vLLM renders models without a template, such as D
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...dataflow.errors import UserError
+from ...dataflow.errors import UserError, nearest
 from ...dataflow.prompts.tokenizer import Tokenizer
 from ..models.model_folder import read_stop_tokens
 from .messages import Conversation, Message, ToolCall
@@ -89,7 +90,7 @@ class Renderer:
 
     @classmethod
     def load(
-        cls, model: str | Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+        cls, model: str | Path, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> Renderer:
         """Load the renderer of a model folder or Hugging Face id. Loads no weights.
 
@@ -399,6 +400,34 @@ def _load_parser(
             f"Set tool_parser to a format ({', '.join(FORMATS)}, or one of vLLM's), or to 'none' to get calls as text"
         )
     return TurnParser(read_calls, read_thinking, unknown=unknown)
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raise a UserError if no parsers have these names. Does not import vLLM."""
+    for setting, name, package, own in (
+        ("tool_parser", tool_parser, "tool_parsers", ("auto", "none", "openai", *FORMATS)),
+        ("reasoning_parser", reasoning_parser, "reasoning", ("auto", "none")),
+    ):
+        if name in own:
+            continue
+        _need_vllm(f"{setting}={name!r} names a parser of vLLM")
+        names = sorted({*own, *parsers_of_vllm(package)})
+        if name not in names:
+            hint = nearest(name, names)
+            raise UserError(
+                f"{setting}={name!r}: there is no such parser{hint} (there are {', '.join(names)})"
+            )
+
+
+def parsers_of_vllm(package: str) -> list[str]:
+    """Return the names of vLLM's parsers in a package, from its source: the import takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0]) / package / "__init__.py"
+    statements = ast.parse(path.read_text(encoding="utf-8")).body
+    tables = (each.value for each in statements if isinstance(each, ast.Assign))
+    keys = (key for table in tables if isinstance(table, ast.Dict) for key in table.keys)
+    return [key.value for key in keys if isinstance(key, ast.Constant)]
 
 
 def _need_vllm(reason: str) -> None:

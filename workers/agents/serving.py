@@ -107,20 +107,15 @@ class EpisodeServer:
     def is_sampling(self) -> bool:
         return bool(self._turns)
 
-    def work(self, patience_s: float) -> None:
-        """Take the gateway's requests and make one step of the engine. Without a turn to sample, wait
-        for a request, at most `patience_s`.
+    def work(self) -> None:
+        """Take the gateway's requests, and make one step of the engine if there is a turn to sample.
 
         Raises:
             GatewayLost: the gateway is gone, and no other answers in time.
         """
         try:
             link = self._link or self._reconnect()
-            records = link.take()
-            if not records and not self._turns:
-                link.wait(patience_s)
-                records = link.take()
-            for record in records:
+            for record in link.take():
                 self._handle(record, link)
             if self._turns:
                 for response in self._requests.step():
@@ -224,8 +219,10 @@ class EpisodeCall:
                 self.pending[episode_id] = row, index
         self._left = Counter(row for row, _ in self.pending.values())
 
-    def opened(self, model: str, max_context: int) -> Open:
-        return Open(model, max_context, self._sampling, self._harness.plan(), tuple(self._requests))
+    def opened(self, model: str, max_context: int, tool_parser: str, reasoning_parser: str) -> Open:
+        """Return the request to start the episodes."""
+        plan, requests = self._harness.plan(), tuple(self._requests)
+        return Open(model, max_context, self._sampling, plan, requests, tool_parser, reasoning_parser)
 
     def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
         """Return the rows and metrics of episodes that have ended; None without any.

@@ -1,6 +1,7 @@
 """The executor of a rank: the order of its calls, and its replies."""
 
 import collections.abc as steps
+import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,13 +13,13 @@ import pytest
 from toy import ToyConfig
 
 from weft.controllers.backends.backend import Files
-from weft.controllers.ranks.executor import KEEPALIVE_S, Executor
+from weft.controllers.ranks.executor import IDLE_S, KEEPALIVE_S, Executor, ExecutorThread
 from weft.controllers.ranks.tasks import FailureKind, Reply, RowTask, Task
 from weft.dataflow.batch import Batch
 from weft.dataflow.metrics import Max, Metrics
 from weft.dataflow.operation import Shape, declaration_of
 from weft.workers.dispatch import Dispatch
-from weft.workers.worker import Children, Worker, remote
+from weft.workers.worker import IDLE, Children, Worker, remote
 
 
 class Generator(Worker):
@@ -129,6 +130,92 @@ def test_a_call_that_makes_steps_reports_progress_after_a_silence(tmp_path: Path
     now[0] += KEEPALIVE_S
     executor.take_turn()
     assert replies == [Reply()], "it has replied since"
+
+
+class Waiting(Worker):
+    """Waits until it is told to go on. Notes the calls that got a turn."""
+
+    Config = ToyConfig
+
+    def __init__(self) -> None:
+        super().__init__(ToyConfig())
+        self.turns: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.goes_on = False
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        shape=Shape.EXPAND,
+        interruptible=True,
+        reads=(),
+        writes=("length",),
+    )
+    def generate(self, prompts: Batch, *, who: str) -> Iterator[Children | str | None]:
+        if len(prompts):
+            rows = Batch.of(parent_id=prompts.numpy("sample_id"), length=np.zeros(1))
+            yield Children(rows, np.zeros(1, np.int64), np.zeros(0, np.int64))
+        while not self.goes_on:
+            self.turns.put(who)
+            yield IDLE
+
+
+def test_a_rank_sleeps_only_while_all_of_its_calls_are_idle(tmp_path: Path):
+    now = [100.0]
+    executor = Executor(Waiting(), Files(tmp_path).access("here", "executor"), clock=lambda: now[0])
+    assert executor.idle_s == 0, "there is no call"
+    for number in (0, 1):
+        executor.add_task(generating(number), lambda reply: None)
+        assert executor.idle_s == 0, "the new call has had no turn"
+        executor.take_turn()
+    executor.take_turn()
+    assert executor.idle_s == IDLE_S
+    now[0] += IDLE_S / 2
+    assert executor.idle_s == IDLE_S / 2
+    executor.rouse()
+    for _ in range(2):
+        assert executor.idle_s == 0, "each call looks whether it may go on"
+        executor.take_turn()
+    assert executor.idle_s == IDLE_S
+    executor.give_up_rows(1, [7])
+    assert executor.idle_s == 0
+    executor.take_turn()
+    executor.take_turn()
+    executor.add_task(receiving(2), lambda reply: None)
+    assert executor.idle_s == 0, "weights do not wait"
+
+
+def test_rows_that_are_held_back_for_others_limit_the_sleep(tmp_path: Path):
+    declaration = declaration_of(Waiting.generate)
+    assert declaration is not None
+    one = np.array([5])
+    rows = RowTask(declaration.called_with({}), ("length",), one, one, one, first_children=one)
+    executor = Executor(Waiting(), Files(tmp_path).access("here", "executor"), clock=lambda: 100.0)
+    task = Task("generate", {"who": "me"}, rows, number=1, gather_s=IDLE_S / 2)
+    executor.add_task(task, lambda reply: None)
+    executor.take_turn()
+    assert executor.idle_s <= IDLE_S / 2 + 1e-9
+
+
+def test_a_sleeping_rank_wakes_for_its_calls_for_new_calls_and_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("weft.controllers.ranks.executor.IDLE_S", 3600.0)
+    thread = ExecutorThread(Files(tmp_path).access("here", "executor"))
+    worker = thread.begin(Waiting)
+    assert isinstance(worker, Waiting)
+    replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+    thread.between_turns(lambda executor: executor.add_task(generating(0), replies.put))
+    worker.turns.get(timeout=60)
+    thread.between_turns(lambda executor: executor.add_task(generating(1), replies.put))
+    while worker.turns.get(timeout=60) != "generate 1":
+        pass
+    worker.goes_on = True
+    thread.wake()
+    assert replies.get(timeout=60).done and replies.get(timeout=60).done
+    worker.goes_on = False
+    thread.between_turns(lambda executor: executor.add_task(generating(2), replies.put))
+    while worker.turns.get(timeout=60) != "generate 2":
+        pass
+    thread.close()
 
 
 class Answering(Worker):

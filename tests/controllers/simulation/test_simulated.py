@@ -81,20 +81,34 @@ def test_asynchronous_by_hand(tmp_path: Path):
     assert times(driver) == pytest.approx([11.15, 16.9])
 
 
-def test_weights_go_in_between_two_steps_and_the_oldest_token_counts(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("share", "ends_s", "versions"),
+    [
+        (None, [3.75, 13.0, 15.75], [[0], [1], [0]]),
+        (0.5, [3.75, 8.0, 13.25], [[0], [1], [1]]),
+        (0.3, [3.75, 8.0, 23.25], [[0], [1], [0], [2]]),
+    ],
+)
+def test_weights_go_in_between_two_steps_and_the_oldest_token_or_a_share_of_tokens_counts(
+    tmp_path: Path, share: float | None, ends_s: list[float], versions: list[list[int]]
+):
     cost = costs(((1,), (10,)))
     cost = CostModel(
         nodes={**cost.nodes, "actor.update": LinearCost(fixed_s=2.0), "reward.score": LinearCost()}
     )
-    schedule = Asynchronous(steps=3, prompts_per_step=1, shuffle=False)
+    counts: dict[str, Any] = {"staleness_of": "share", "stale_share": share} if share else {}
+    schedule = Asynchronous(steps=3, prompts_per_step=1, shuffle=False, **counts)
     driver = run(tmp_path, schedule, Simulated(cost), number=2, n=1)
     # Weights arrive at 4.25 s and are loaded at 4.75 s. Partial responses end a quarter of a second
-    # later, at 11 s.
-    assert calls(driver, "rollout.generate") == pytest.approx(np.array([(5.0, 6.0), (0.75, 11.0)]))
+    # later, at 11 s. With a share, the second update does not wait for the long response: its weights
+    # arrive after 4 tokens of version 0 and 4 of version 1, which is too stale for a share of 0.3.
+    generated = np.array([(5.0, 6.0), (0.75, 11.25 if share else 11.0), (11.25, 21.25)])
+    assert calls(driver, "rollout.generate") == pytest.approx(generated[: 3 if share == 0.3 else 2])
     assert calls(driver, "receive_weights")[1] == pytest.approx((4.25, 5.0))
-    assert times(driver) == pytest.approx([3.75, 13.0, 15.75])
+    assert times(driver) == pytest.approx(ends_s)
     log = LogReader(driver.directory.path / "buffer" / LOG)
-    assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == [[0], [1], [0]]
+    assert [r["versions"] for r in log if r["do"] == "publish" and "versions" in r] == versions
+    assert not check_log(driver.directory.path / "buffer").violations
 
 
 def test_extra_responses_queue_and_prompts_are_prefilled_first(tmp_path: Path):

@@ -2,9 +2,9 @@
 
 import math
 
-from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.buffer.log_rules import Checker
 from weft.dataflow.buffer.logged_rows import GraphCounts, LoggedGroup, LoggedNode, LoggedRow
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.graph import Graph, Node
 from weft.dataflow.runs.log import Log, LogReader, graph_record
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from buffer_graphs import GRAPHS
 
-from weft.dataflow.buffer.leases import Lease, Published, Staleness
+from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.recovery import restore, save
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.operation import Shape
 from weft.dataflow.runs.files import LOG, Disk
 from weft.dataflow.runs.log import LogReader

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from weft.dataflow.buffer.check import Report, check_log
-from weft.dataflow.buffer.leases import Lease, Published, Spread, Staleness, Written
+from weft.dataflow.buffer.leases import Lease, Published, Spread, Written
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
 from weft.dataflow.buffer.segments import Segment
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.graph import Graph
 from weft.dataflow.operation import Shape
 from weft.dataflow.runs.log import Log

@@ -10,9 +10,10 @@ from buffer_graphs import train_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.dataflow.buffer.leases import Lease, Published, Staleness
+from weft.dataflow.buffer.leases import Lease, Published
 from weft.dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer, expected_rows
 from weft.dataflow.buffer.segments import Segment
+from weft.dataflow.buffer.staleness import Staleness
 
 
 @dataclass

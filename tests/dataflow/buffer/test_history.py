@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from recorded_run import PROMPTS, Run, train
 
-from weft.dataflow.buffer.leases import Staleness
 from weft.dataflow.buffer.queries import HISTORY, buffer_folder, history, why
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.errors import UserError
 
 

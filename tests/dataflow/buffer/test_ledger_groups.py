@@ -17,9 +17,10 @@ from ledgers import (
     publish,
 )
 
-from weft.dataflow.buffer.leases import Published, Staleness
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.live_rows import Readiness
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.operation import Quorum, Shape
 

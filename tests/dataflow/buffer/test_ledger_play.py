@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from ledger_model import Model
 from ledgers import Clock, forgotten, random_graph, readiness_state, segment
 
-from weft.dataflow.buffer.leases import Fate, Lease, Published, Staleness, column_pieces
+from weft.dataflow.buffer.leases import Lease, Published, column_pieces
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.live_rows import Readiness
 from weft.dataflow.buffer.recovery import count, load, replay, save
 from weft.dataflow.buffer.rows import Ids
 from weft.dataflow.buffer.segments import Segment
+from weft.dataflow.buffer.staleness import Fate, Staleness
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph, Node
 from weft.dataflow.operation import Shape

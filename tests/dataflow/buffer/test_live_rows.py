@@ -21,10 +21,11 @@ from ledgers import (
     segment,
 )
 
-from weft.dataflow.buffer.leases import Staleness
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.ledger import Ledger
 from weft.dataflow.buffer.recovery import load, save
 from weft.dataflow.buffer.rows import Group, LevelRows
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.errors import LeaseError
 from weft.dataflow.graph import Graph
 from weft.dataflow.operation import FINISHED_GROUPS, Shape, TrainingBatch
@@ -100,6 +101,19 @@ def test_groups_of_a_version_are_counted_until_an_update_claims_them():
     assert not_offered() == []
     ledger.release(lease)
     assert not_offered() == [(3, 0)]
+
+
+@pytest.mark.parametrize(("claimed", "found"), [(None, [(1, 1), (4, 2)]), (0, [(0, 3)])])
+def test_a_group_ages_from_the_version_of_its_claim_or_else_of_its_oldest_row(
+    claimed: int | None, found: list[tuple[int, int]]
+):
+    ledger = Ledger(grpo())
+    ledger.issue([0, 1, 2], [1, 1, 1], step=0)
+    lease, one = claim(ledger, "generate", version=claimed), np.ones(1, np.int64)
+    for k, (parent, version) in enumerate([(0, 4), (1, 3), (1, 1), (1, 2), (0, -1)]):
+        ids = lease.first_children[[parent]] + k
+        ledger.publish(lease, Published(ids, one, version * one, lease.ids[[parent]]), None)
+    assert ledger.readiness.not_offered_until(node(ledger, "update")) == found
 
 
 def test_some_rows_of_a_lease_go_back_and_it_holds_the_others():

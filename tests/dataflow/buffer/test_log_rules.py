@@ -18,9 +18,10 @@ from ledgers import Drawing, dapo, random_graph
 from played_ledgers import Play, Records, at, byte_of, drive, lease_of, publish, report_of
 
 from weft.dataflow.buffer.check import check_log
-from weft.dataflow.buffer.leases import Published, Staleness
+from weft.dataflow.buffer.leases import Published
 from weft.dataflow.buffer.log_rules import Checker, Rule
 from weft.dataflow.buffer.sample_buffer import SampleBuffer
+from weft.dataflow.buffer.staleness import Staleness
 from weft.dataflow.operation import Quorum, Shape
 from weft.dataflow.runs.log import LogReader
 
@@ -328,7 +329,7 @@ WRONG: dict[Rule, dict[str, tuple[Callable[[Records], int], str]]] = {
     Rule.OLDEST_FIRST: {
         "an update takes the younger of two groups": (
             youngest_first,
-            "takes group 0, whose oldest token is of version 1, and leaves group 1, of version 0",
+            "takes group 0, of version 1, and leaves group 1, of version 0",
         ),
     },
 }

@@ -61,11 +61,17 @@ class Served:
         self.notes: list[str] = []
         self.asked: list[str] = []
         """Groups that the gateway asks the driver about."""
+        self.loaded: list[tuple[str, ...]] = []
+        """Models whose renderers were loaded, with the names of their parsers."""
         self.renderer = WordRenderer()
         self.function: Run
         self.tmp_path = tmp_path
         self.address: GatewayAddress
         self.ranks: list[Rank] = []
+
+    def _load(self, *names: str) -> Any:
+        self.loaded.append(names)
+        return self.renderer
 
     async def _start(self, plan: HarnessPlan, scratch: Path, log: Path) -> Any:
         return HereRunner(plan, self.function)
@@ -85,7 +91,7 @@ class Served:
             self.tmp_path,
             self.notes.append,
             self.asked.append,
-            load=lambda model: self.renderer,  # pyright: ignore[reportArgumentType]
+            load=self._load,
             start=self._start,
         )
         config.app = gateway.app()
@@ -166,7 +172,7 @@ class Rank:
             while not self._actions.empty():
                 self._actions.get()()
             if self._open and not self.paused.is_set():
-                self.server.work(0.01)
+                self.server.work()
             for ended in self.server.take_ended([*self._open]):
                 self.ended[ended.episode_id] = ended
                 self._open.discard(ended.episode_id)

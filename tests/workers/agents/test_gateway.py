@@ -189,6 +189,55 @@ def test_parameters_that_would_bias_training_are_overridden_and_noted_once(tmp_p
     serve(tmp_path, harness, main)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/chat/completions", "response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
+        ("/responses", "text", {"format": {"type": "json_schema", "name": "n", "schema": {}}}),
+    ],
+)
+def test_structured_output_is_ignored_and_noted_once(
+    tmp_path: Path, path: str, field: str, value: dict[str, Any]
+):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            for text in ("a", "b"):
+                content = [{"role": "user", "content": text}]
+                body = {"model": "m", "messages": content, "input": content, field: value}
+                assert (await client.post(path, json=body)).status_code == 200
+        return 1.0
+
+    async def main(served: Served) -> None:
+        rank = served.rank(lambda prompt: "x y")
+        rank.open(1)
+        assert (await rank.outcome(1)).result["reward"] == 1.0
+        assert all(request.structure is None for request, _ in rank.engine.requests)
+        assert ["response_format" in note for note in served.notes] == [True]
+
+    serve(tmp_path, harness, main)
+
+
+def test_an_image_is_refused_with_its_place_and_the_episode_goes_on(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+        async with chat(base_url) as client:
+            body = {"model": "m", "messages": [{"role": "user", "content": [image]}]}
+            reply = await client.post("/chat/completions", json=body)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["message"].startswith("messages[0].content[0]: a part of type 'image_url'")
+            await ask(client, [{"role": "user", "content": "a"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        rank = served.rank(lambda prompt: "x y")
+        rank.open(1)
+        ended = await rank.outcome(1)
+        assert (ended.result["reward"], ended.turns) == (1.0, 1)
+
+    serve(tmp_path, harness, main)
+
+
 def test_many_episodes_on_two_replicas_end_once_each(tmp_path: Path):
     async def harness(row: Any, *, base_url: str, api_key: str) -> float:
         async with chat(base_url) as client:

@@ -456,6 +456,7 @@ WRONG: list[tuple[HttpProtocol, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: Weft sets"),
     (RESPONSES, {"input": 4}, "input: 4 is not a list"),
     (RESPONSES, {"input": []}, "input: the list is empty"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]: a part of type"),
     (RESPONSES, {"input": "a", "previous_response_id": "r"}, "previous_response_id: Weft stores no responses"),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type: 'computer_call' is not one of message"),
     (RESPONSES, {"input": "a", "tools": [{"type": "custom", "name": "f"}]}, "tools[0].parameters: is missing"),

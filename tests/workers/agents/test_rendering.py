@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError
 from weft.workers.agents.messages import Conversation, Message, ToolCall
-from weft.workers.agents.rendering import Renderer
+from weft.workers.agents.rendering import Renderer, check_parsers
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
@@ -504,6 +504,16 @@ def test_tools_are_refused_where_the_format_of_calls_is_unknown(tmp_path: Path):
     assert Renderer.load(folder).render(replace(conversation, tools=()))
     for name in ("none", "hermes"):
         assert Renderer.load(folder, tool_parser=name).render(conversation)
+
+
+def test_unknown_names_of_parsers_are_refused_with_the_known_ones():
+    check_parsers("hermes", "auto")
+    with pytest.raises(
+        UserError, match=r"tool_parser='hermse': there is no such parser; did you mean 'hermes'"
+    ):
+        check_parsers("hermse", "auto")
+    with pytest.raises(UserError, match=r"reasoning_parser='qwen': .*there are auto, .*qwen3"):
+        check_parsers("none", "qwen")
 
 
 def test_parsers_of_vllm_are_refused_by_name_without_vllm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from weft.workers.agents.link import Ended
 from weft.workers.agents.serving import EpisodeCall
 from weft.workers.agents.sessions import SessionRow
 from weft.workers.rollout import RolloutConfig, RolloutWorker
-from weft.workers.worker import Children, Context
+from weft.workers.worker import IDLE, Children, Context
 
 from .served import Served, ask, chat, serve
 from .toy_engine import ToyEngine
@@ -29,6 +30,7 @@ from .toy_engine import ToyEngine
 
 class ToyRollout(RolloutWorker):
     answer: Callable[[str], str] = staticmethod(lambda prompt: "x y")
+    awake: threading.Event
 
     def new_engine(self, **settings: Any) -> Any:
         return ToyEngine(self.renderer, self.answer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,8 +45,11 @@ def new_worker(served: Served, folder: Path) -> ToyRollout:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     made = type("Toy", (ToyRollout,), {"renderer": served.renderer})
-    config = RolloutConfig(model=str(folder), engine="transformers")
-    return made(config, Context(name="rollout", seed=3, gateway=served.address))
+    config = RolloutConfig(model=str(folder), engine="transformers", tool_parser="llama3_json")
+    awake = threading.Event()
+    context = Context(name="rollout", seed=3, gateway=served.address, wake=awake.set)
+    made.awake = awake
+    return made(config, context)
 
 
 def prompts(number: int, **more: Any) -> Batch:
@@ -54,10 +59,17 @@ def prompts(number: int, **more: Any) -> Batch:
 
 
 def parts_of(
-    worker: RolloutWorker, rows: Batch, n: int, harness: Any = _unused
+    worker: ToyRollout, rows: Batch, n: int, harness: Any = _unused
 ) -> list[tuple[Children, Any]]:
     steps = worker.run(rows, harness=harness, n=n, sampling=Sampling(max_tokens=20))
-    return [part for part in steps if part is not None]
+    parts: list[tuple[Children, Any]] = []
+    for part in steps:
+        if part is IDLE:  # as a rank, which gives an idle call a turn at least every second
+            worker.awake.wait(1.0)
+            worker.awake.clear()
+        elif part is not None:
+            parts.append(part)
+    return parts
 
 
 def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
@@ -90,6 +102,7 @@ def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
         assert set(made["episode_tokens"].to_pylist()) == {6}
         assert made["reward"].to_pylist() == [1.0] * 6
         assert sum(metrics["retokenised"].value for _, metrics in parts) == 0
+        assert [parsers for _, *parsers in served.loaded] == [["llama3_json", "auto"]]
 
     serve(tmp_path, harness, main)
     assert sorted(row["task"] for row in seen) == ["t0", "t1", "t1"]

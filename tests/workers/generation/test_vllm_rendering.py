@@ -14,7 +14,7 @@ from chat_families import FAMILIES, Family, family_folder
 from weft.dataflow.errors import UserError
 from weft.workers.agents.messages import Conversation, Message, ToolCall
 from weft.workers.agents.parsing import FORMATS
-from weft.workers.agents.rendering import Renderer
+from weft.workers.agents.rendering import Renderer, parsers_of_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("inspects_models_here")]
 
@@ -119,6 +119,14 @@ def test_parsers_of_vllm_read_formats_that_weft_does_not_know(tmp_path: Path):
     longer = Conversation((USER, found, Message("user", "Sure?")), (ADD,))
     tail = renderer.decode(renderer.tail(longer, 2, renderer.stop_token_ids[0]))
     assert tail == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_names_of_parsers_in_vllms_source_are_those_that_it_registers():
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    assert sorted(parsers_of_vllm("tool_parsers")) == ToolParserManager.list_registered()
+    assert sorted(parsers_of_vllm("reasoning")) == ReasoningParserManager.list_registered()
 
 
 def test_unknown_and_unsuitable_parsers_are_refused_by_name(tmp_path: Path):

@@ -33,6 +33,7 @@ from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.critic import CriticConfig, CriticWorker
+from weft.workers.generation.engine import GenerationRequest, Response
 from weft.workers.models.images import ImageInputs, ImageReader, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
@@ -216,6 +217,25 @@ def test_prompts_of_different_lengths_and_images_do_not_change_each_others_respo
         assert alone["response_logprobs"] == pytest.approx(
             together[row, 0]["response_logprobs"], abs=1e-5
         )
+    rollout.close()
+
+
+def test_prompts_with_images_join_a_running_batch(seeing: Path):
+    rollout = RolloutWorker(RolloutConfig(model=seeing, engine="transformers"))
+    engine, sampling = rollout.engine, Sampling(max_tokens=8, temperature=0, stop=None)
+    found: dict[int, Response] = {}
+    for row, ids in enumerate(PROMPTS["prompt_ids"].to_pylist()):
+        request = GenerationRequest(row, np.array(ids, np.int32), images=PICTURES[row])
+        engine.submit(request, sampling)
+        found |= {one.request_id: one for _ in range(2) for one in engine.step()}
+    assert 0 < engine.num_unfinished < len(PICTURES)
+    while engine.num_unfinished:
+        found |= {one.request_id: one for one in engine.step()}
+    for row, response in found.items():
+        alone = generated(rollout, PROMPTS.take([row]), sampling=sampling)[row, 0]
+        assert alone["response_ids"] == response.token_ids.tolist()
+        assert alone["response_logprobs"] == pytest.approx(response.logprobs.tolist(), abs=1e-5)
+    assert len(found) == len(PICTURES)
     rollout.close()
 
 
