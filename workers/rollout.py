@@ -38,6 +38,8 @@ from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
 from .agents.harness import Interact, as_harness
 from .agents.link import Hello, Link
+from .agents.messages import Conversation, Message
+from .agents.rendering import Renderer
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
 from .environment import EnvWorker
@@ -147,9 +149,12 @@ class RolloutConfig(VllmSettings):
                     "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
-            if "harness" in node.arguments:
-                as_harness(node.arguments["harness"]).plan()
-            elif "env" not in node.arguments:
+            if {"harness", "env"} & node.arguments.keys():
+                if "harness" in node.arguments:
+                    as_harness(node.arguments["harness"]).plan()
+                if not tokenizer_of(str(self.model)).chat:  # vLLM may render it
+                    Renderer.load(self.model).render(Conversation((Message("user", "Hello"),)))
+            else:
                 _check_prompts(
                     source, node.name, _sampling_of(node), self.max_context or of_model, of_model
                 )

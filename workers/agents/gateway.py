@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -35,24 +36,28 @@ from collections.abc import (
 )
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as Reply
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.column import TURN_REWARDS
+from ...dataflow.column import REWARD, TURN_REWARDS
 from ...dataflow.errors import RequestError, UserError
+from ...dataflow.untrusted_text import cut, show
 from ..generation.engine import Response, stable_hash
 from .chat_protocol import CHAT
 from .failures import (
     ContextFull,
     EpisodeFailure,
+    HarnessDied,
+    HarnessRaised,
     InvalidResult,
+    ModelUnreachable,
 )
 from .harness import HarnessPlan
 from .link import (
@@ -70,12 +75,14 @@ from .messages import Completion
 from .messages_protocol import MESSAGES
 from .players import Player, Players
 from .protocol import HttpProtocol
-from .protocol_fields import Fields
+from .protocol_fields import MOST_CHOICES, Fields, read_json
 from .rendering import Renderer
 from .replicas import AskedTurn, Replica, Replicas, records_of, send
 from .responses_protocol import RESPONSES
-from .runner import EpisodeRunner
+from .runner import EpisodeRunner, is_reward
 from .sessions import Session, Turn
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """Attempts at an episode whose failures the policy does not cause."""
@@ -86,6 +93,12 @@ ABANDONED_S = 30.0
 SAMPLE_S = 1800.0
 """[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
 CLIENT_GONE = 499
+FILES = 1 << 16
+"""Limit on open files of the gateway's process."""
+BODY_BYTES = 64 << 20
+"""[bytes] Largest body of a request."""
+SHOWN = 4000
+"""[characters] Length of a failure in messages."""
 
 
 @dataclass(eq=False)
@@ -137,7 +150,7 @@ class Gateway:
         self._replicas = Replicas()
         self._episodes: dict[int, _Episode] = {}
         self._by_key: dict[str, _Episode] = {}
-        self._renderers: dict[str, asyncio.Task[Renderer]] = {}
+        self._renderers: dict[str, asyncio.Future[Renderer]] = {}
         self._runners: dict[str, asyncio.Future[EpisodeRunner]] = {}
         self._players: dict[str, Players] = {}
         """Name of a group of environments -> its ranks."""
@@ -157,13 +170,17 @@ class Gateway:
                 routes.append(
                     Route(f"{start}{version}/inference/v1/generate", self._generate, methods=["POST"])
                 )
-        return Starlette(routes=routes)
+        return Starlette(
+            routes=routes,
+            exception_handlers={404: _no_route, 405: _no_route, Exception: _broken},
+        )
 
     async def close(self) -> None:
         for episode in self._episodes.values():
             if episode.task is not None:
                 episode.task.cancel()
         for runner in self._runners.values():
+            runner.cancel()  # if it is loading
             with contextlib.suppress(UserError, asyncio.CancelledError):
                 await (await runner).close()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -250,7 +267,8 @@ class Gateway:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
+            text = cut(f"{type(error).__name__}: {error}", SHOWN)
+            show(f"episode {episode.request.episode_id} is dropped: {text}")  # in gateway.log
             outcome = Ended(episode.request.episode_id, where="harness", failure=text, scored=False)
         finally:
             await self._end_session(episode)
@@ -259,13 +277,13 @@ class Gateway:
 
     async def _attempts(self, episode: _Episode) -> Ended:
         opened, episode_id = episode.opened, episode.request.episode_id
-        renderer = await self._renderer(opened.model)
         try:
+            renderer = await self._renderer(opened.model)
             runner = episode.runner = await self._runner(opened.plan)
         except UserError as error:
             return Ended(episode_id, where="harness", failure=str(error), scored=False, fatal=True)
         for attempt in range(ATTEMPTS):
-            session = episode.session = Session(renderer, opened.max_context)
+            session = episode.session = Session(renderer, opened.max_context, opened.most_rows)
             episode.key = f"weft-{secrets.token_urlsafe(24)}"
             episode.full = False
             self._by_key[episode.key] = episode
@@ -274,10 +292,15 @@ class Gateway:
             failure: EpisodeFailure | None = None
             try:
                 result = await runner.run(episode.key, episode.request.row, base_url=base_url)
-                _check_turn_rewards(result, session)
+                _check_rewards(result, session)
             except EpisodeFailure as error:
                 # A harness that cannot go on because the context is full has failed by the policy's doing.
-                failure = ContextFull(str(error)) if episode.full and not error.scored else error
+                stopped = episode.full and isinstance(
+                    error, HarnessRaised | HarnessDied | ModelUnreachable
+                )
+                failure = (ContextFull if stopped else type(error))(cut(str(error), SHOWN))
+                said = f"episode {episode_id}, attempt {attempt + 1}, {failure.where}: {failure}"
+                show(cut(said, SHOWN // 8))  # in gateway.log
             await self._end_session(episode)
             if failure is None or failure.scored:
                 return Ended(
@@ -312,19 +335,15 @@ class Gateway:
             await self._end_session(episode)
 
     async def _renderer(self, model: str) -> Renderer:
-        if model not in self._renderers:
-            self._renderers[model] = asyncio.create_task(asyncio.to_thread(self._load, model))
-        return await self._renderers[model]
+        return await _once(self._renderers, model, lambda: asyncio.to_thread(self._load, model))
 
     async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | Players:
         """Return what runs the episodes of a harness. Raises a UserError if it cannot be loaded."""
         if "env" in plan.program:
             return self._players_of(plan.program["env"])
+        log = self._logs / f"harness_{len(self._runners)}.log"
         key = json.dumps(asdict(plan), sort_keys=True)
-        if key not in self._runners:
-            log = self._logs / f"harness_{len(self._runners)}.log"
-            self._runners[key] = asyncio.ensure_future(self._start(plan, self._scratch, log))
-        return await self._runners[key]
+        return await _once(self._runners, key, lambda: self._start(plan, self._scratch, log))
 
     # Turns
 
@@ -383,12 +402,14 @@ class Gateway:
                 return await self._converse(request, protocol)
             except RequestError as error:
                 return JSONResponse(protocol.error(error.status, error.kind, str(error)), error.status)
+            except ClientDisconnect:
+                return Reply(status_code=CLIENT_GONE)
 
         return handle
 
     async def _converse(self, request: Request, protocol: HttpProtocol) -> Reply:
         episode = self._episode_of(request)
-        asked = protocol.read(await _body(request))
+        asked = protocol.read(await _body(request, episode))
         # Structured output would mask tokens, and thus change the distribution.
         masks = ("response_format",) if asked.response_format is not None else ()
         self._note_overridden((*asked.overridden, *masks))
@@ -460,14 +481,15 @@ class Gateway:
     async def _generate(self, request: Request) -> Reply:
         """vLLM's token route."""
         try:
-            episode, body = self._episode_of(request), Fields(await _body(request))
+            episode = self._episode_of(request)
+            body = Fields(await _body(request, episode))
             ids = _token_ids(body.require("token_ids", list), "token_ids")
             if not ids:
                 raise body.wrong("token_ids", "are empty; send at least one")
             given = body.inner("sampling_params")
             stops = _token_ids(given.get("stop_token_ids", list) or [], "stop_token_ids")
             self._note_overridden({*given.overridden()} - {"stop_token_ids"})
-            n, most = given.count("n") or 1, given.count("max_tokens")
+            n, most = given.count("n", highest=MOST_CHOICES) or 1, given.count("max_tokens")
 
             def begin(session: Session, retry: bool) -> list[Turn]:
                 return session.begin_tokens(
@@ -475,6 +497,8 @@ class Gateway:
                 )
 
             turns = await self._turns(episode, request, begin)
+        except ClientDisconnect:
+            return Reply(status_code=CLIENT_GONE)
         except RequestError as error:
             body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
             return JSONResponse(body, error.status)
@@ -545,10 +569,14 @@ async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner
     return runner
 
 
-def _check_turn_rewards(result: Mapping[str, Any], session: Session) -> None:
-    """Raise an InvalidResult if a harness does not give one reward for each sampled turn."""
+def _check_rewards(result: Mapping[str, Any], session: Session) -> None:
+    """Raise an InvalidResult for a reward that is not a finite number, or if a harness does not give one
+    reward for each sampled turn."""
     rewards = result.get(str(TURN_REWARDS))
     turns = sum(len(row.turn_ends) for row in session.rows())
+    for value in (result.get(str(REWARD)), *(rewards if isinstance(rewards, list) else ())):
+        if not is_reward(value):
+            raise InvalidResult(f"a reward must be a finite number of float32, not {value!r:.100}")
     if rewards is not None and (not isinstance(rewards, list) or len(rewards) != turns):
         shown = len(rewards) if isinstance(rewards, list) else repr(rewards)
         raise InvalidResult(
@@ -582,9 +610,16 @@ def _token_ids(values: list[Any], place: str) -> list[int]:
     return values
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _body(request: Request, episode: _Episode) -> Mapping[str, Any]:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > BODY_BYTES:
+            episode.full = True
+            said = f"the body has more than {BODY_BYTES} bytes; send a shorter conversation"
+            raise RequestError(400, "context_length_exceeded", said)
     try:
-        body = json.loads(await request.body())
+        body = read_json(bytes(content))
     except ValueError as error:
         raise RequestError(400, "invalid_request_error", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -598,11 +633,44 @@ async def _hangs_up(request: Request) -> None:
         pass
 
 
+async def _no_route(request: Request, error: Exception) -> Reply:
+    said = (
+        f"{request.method} of this address is not served; the base URL ends with /v1 (Anthropic's clients add it), and below it are "
+        "POST chat/completions, responses and messages, and GET models"
+    )
+    status = getattr(error, "status_code", 404)
+    return JSONResponse({"error": {"message": said, "type": "not_found_error"}}, status)
+
+
+async def _broken(request: Request, error: Exception) -> Reply:
+    said = f"Weft's gateway failed, see logs/gateway.log: {type(error).__name__}: {error}"
+    return JSONResponse({"error": {"message": cut(said, SHOWN), "type": "server_error"}}, 500)
+
+
+async def _once(made: dict[str, asyncio.Future[T]], key: str, make: Callable[[], Awaitable[T]]) -> T:
+    """Return what the first caller has made. Callers that are cancelled harm no others, and errors that
+    the user cannot fix are not kept."""
+    if key not in made:
+        made[key] = asyncio.ensure_future(make())
+    try:
+        return await asyncio.shield(made[key])
+    except UserError:
+        raise
+    except Exception:
+        made.pop(key, None)
+        raise
+
+
 # The process
 
 
 async def _serve(settings: Mapping[str, Any]) -> None:
     import uvicorn
+
+    # Clients keep their connections open, and usual limits are for interactive programs.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = FILES if most == resource.RLIM_INFINITY else min(most, FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
     def note(text: str) -> None:
         print(json.dumps({"note": text}), flush=True)

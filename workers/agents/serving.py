@@ -225,13 +225,14 @@ class EpisodeCall:
         self._left = Counter(row for row, _ in self.pending.values())
 
     def opened(self, model: str, max_context: int) -> Open:
-        return Open(model, max_context, self._sampling, self._harness.plan(), tuple(self._requests))
+        plan, requests = self._harness.plan(), tuple(self._requests)
+        return Open(model, max_context, self._sampling, plan, requests, self._most_rows)
 
     def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
         """Return the rows and metrics of episodes that have ended; None without any.
 
         Raises:
-            UserError: no episode of the harness can run, or an episode has too many rows.
+            UserError: no episode of the harness can run.
         """
         if not ended:
             return None
@@ -245,11 +246,6 @@ class EpisodeCall:
             if end.fatal:
                 raise UserError(end.failure)
             if end.rows and end.scored:
-                if len(end.rows) > self._most_rows:
-                    raise UserError(
-                        f"an episode has {len(end.rows)} rows, and with n={self._n} at most {self._most_rows} are possible: "
-                        "its harness starts a new conversation for each turn, or changes earlier messages"
-                    )
                 self._has_rows[row] = True
                 kept.append(end)
                 parents.append(int(self._ids[row]))
