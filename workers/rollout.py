@@ -18,10 +18,12 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.rows import MAX_CHILDREN
 from ..dataflow.column import (
     DRAW_PATH,
     FINISH_REASON,
     GROUP_ID,
+    IDENTITY,
     IMAGES,
     MADE_BEFORE,
     PROMPT_IDS,
@@ -36,6 +38,7 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
+from ..dataflow.source import file_columns
 from .agents.harness import Interact, as_harness
 from .agents.link import Hello, Link
 from .agents.messages import Conversation, Message
@@ -150,6 +153,14 @@ class RolloutConfig(VllmSettings):
                 )
         for node in nodes:
             if {"harness", "env"} & node.arguments.keys():
+                if (n := node.arguments.get("n", 1)) > MAX_CHILDREN:
+                    raise UserError(
+                        f"node {node.name!r}: n={n}: a prompt has at most {MAX_CHILDREN} episodes"
+                    )
+                if own := {*map(str, IDENTITY)} & {*source.columns} - file_columns(source):
+                    raise UserError(
+                        f"source {source.name!r} has the column {min(own)!r}, with which Weft identifies rows; rename it"
+                    )
                 if "harness" in node.arguments:
                     as_harness(node.arguments["harness"]).plan()
                 if not tokenizer_of(str(self.model)).chat:  # vLLM may render it
@@ -395,7 +406,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, *IDENTITY),
         writes=episode_columns,
     )
     def run(
@@ -443,7 +454,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS,),
+        may_read=(ALL_COLUMNS, *IDENTITY),
         writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
     )
     def interact(

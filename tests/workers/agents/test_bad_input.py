@@ -8,15 +8,21 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from weft.dataflow.column import IDENTITY
 from weft.dataflow.errors import UserError
+from weft.dataflow.graph import group
+from weft.dataflow.source import TableSource
+from weft.dataflow.tracing import graph
 from weft.workers.agents import gateway
 from weft.workers.agents.failures import Discarded, InvalidResult, NoVerdict
 from weft.workers.agents.harness import Function
 from weft.workers.agents.messages import DEEPEST
 from weft.workers.agents.protocol_fields import read_arguments
 from weft.workers.agents.runner import kind_of, result_of
+from weft.workers.rollout import RolloutWorker
 
 from .served import DEADLINE_S, Served, ask, chat, serve
 
@@ -80,6 +86,24 @@ def test_arguments_that_are_too_deep_stay_text():
     deep = '{"a":' * (DEEPEST + 1) + "1" + "}" * (DEEPEST + 1)
     assert read_arguments(deep) == deep
     assert read_arguments(deep[5:-1]) == json.loads(deep[5:-1])
+
+
+# Rows
+
+
+def test_a_call_learns_what_was_made_before_and_hides_columns_of_the_file_with_its_names():
+    """Otherwise an episode that a lost worker has published would be run again."""
+    table = pa.table({"q": ["a"], "sample_id": ["x"], "group_id": [5]})
+    rollout = group(RolloutWorker, model="m", engine="transformers")
+
+    @graph
+    def play(prompts: Any, *, rollout: Any) -> Any:
+        return rollout.run(prompts, harness=Function(function="m:run"))
+
+    source = TableSource("rows", table, file_columns=frozenset(table.column_names))
+    (node,) = play(source, rollout=rollout).nodes
+    assert "q" in node.reads and not {"sample_id", "group_id"} & {*node.reads}
+    assert {*map(str, IDENTITY)} <= {*map(str, node.operation.may_read)}
 
 
 # Results
