@@ -43,6 +43,7 @@ from .agents.failures import (
     ModelUnreachable,
 )
 from .agents.link import AGAIN_S, Hello, Link, Play, Played, Stop
+from .agents.runner import is_reward
 from .dispatch import Dispatch
 from .rendezvous import GatewayAddress
 from .worker import Context, Worker, remote
@@ -128,6 +129,8 @@ class Episode:
     rewards: list[float] = field(default_factory=list[float])
     """Reward of each turn."""
     failure: EpisodeFailure | None = None
+    ended: bool = False
+    """Whether it has its last reward, so that later failures of the simulator do not concern it."""
     stopped: bool = False
     """Whether its result is no longer needed."""
 
@@ -162,10 +165,12 @@ async def play(
     live = dict(enumerate(episodes))
     for k, episode in live.items():
         episode.messages.append(_seen("reset", observations[k]))
-    for _ in range(max_turns):
+    for turn in range(max_turns):
         asked = zip(live, await generate([*live.values()]), strict=True)
         actions = {k: action for k, action in asked if action is not None}
-        live = {k: live[k] for k in actions}
+        for k in [*live]:
+            if k not in actions:
+                live.pop(k).ended = True
         if not live:
             return
         texts = [actions.get(k, "") for k in range(width)]
@@ -173,11 +178,15 @@ async def play(
         names = ("observations", "rewards", "terminations", "truncations")
         observations, rewards, *ends = _values("step", stepped, names, width)
         for k, episode in [*live.items()]:
-            episode.rewards.append(_reward(rewards[k]))
-            if any(ended[k] for ended in ends):
+            try:
+                episode.rewards.append(_reward(rewards[k]))
+                episode.ended = any(ended[k] for ended in ends) or turn == max_turns - 1
+                if not episode.ended:
+                    episode.messages.append(_seen("step", observations[k]))
+            except InvalidResult as error:
+                episode.failure = error
+            if episode.ended or episode.failure is not None:
                 del live[k]
-            else:
-                episode.messages.append(_seen("step", observations[k]))
 
 
 def _values(method: str, result: Any, names: tuple[str, ...], width: int) -> Sequence[Sequence[Any]]:
@@ -203,7 +212,7 @@ def _seen(method: str, observation: Any) -> dict[str, Any]:
 
 def _reward(value: Any) -> float:
     with suppress(TypeError, ValueError):
-        if math.isfinite(reward := float(value)):
+        if is_reward(reward := float(value)):
             return reward
     raise InvalidResult(f"step() must return finite numbers as rewards, not {value!r:.200}")
 
@@ -405,7 +414,7 @@ class EnvWorker(Worker):
                     f"a simulator of {self._name} raised {type(error).__name__}: {error}{at}"
                 )
             for episode in episodes:
-                self._report(episode, failure or episode.failure)
+                self._report(episode, episode.failure or (None if episode.ended else failure))
             if self._hung and self.context.watched:
                 faulthandler.dump_traceback(file=2)
                 os._exit(1)

@@ -18,10 +18,12 @@ from pydantic import Field
 
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
+from ..dataflow.buffer.rows import MAX_CHILDREN
 from ..dataflow.column import (
     DRAW_PATH,
     FINISH_REASON,
     GROUP_ID,
+    IDENTITY,
     IMAGES,
     MADE_BEFORE,
     PROMPT_IDS,
@@ -36,9 +38,11 @@ from ..dataflow.errors import SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
+from ..dataflow.source import file_columns
 from .agents.harness import Environment, Interact, PlannedHarness, as_harness
 from .agents.link import Hello, Link
-from .agents.rendering import check_parsers
+from .agents.messages import Conversation, Message
+from .agents.rendering import Renderer, check_parsers
 from .agents.serving import EpisodeCall, EpisodeServer, episode_columns
 from .dispatch import Dispatch
 from .environment import EnvWorker
@@ -158,12 +162,22 @@ class RolloutConfig(VllmSettings):
         for node in nodes:
             if {"harness", "env"} & node.arguments.keys():
                 check_parsers(self.tool_parser, self.reasoning_parser)
-            if "harness" in node.arguments:
-                harness = as_harness(node.arguments["harness"])
-                harness.plan()
-                if isinstance(harness, Environment):
-                    harness.check_prompts(source)
-            elif "env" not in node.arguments:
+                if (n := node.arguments.get("n", 1)) > MAX_CHILDREN:
+                    raise UserError(
+                        f"node {node.name!r}: n={n}: a prompt has at most {MAX_CHILDREN} episodes"
+                    )
+                if own := {*map(str, IDENTITY)} & {*source.columns} - file_columns(source):
+                    raise UserError(
+                        f"source {source.name!r} has the column {min(own)!r}, with which Weft identifies rows; rename it"
+                    )
+                if "harness" in node.arguments:
+                    harness = as_harness(node.arguments["harness"])
+                    harness.plan()
+                    if isinstance(harness, Environment):
+                        harness.check_prompts(source)
+                if not tokenizer_of(str(self.model)).chat:  # vLLM may render it
+                    Renderer.load(self.model).render(Conversation((Message("user", "Hello"),)))
+            else:
                 _check_prompts(
                     source, node.name, _sampling_of(node), self.max_context or of_model, of_model
                 )

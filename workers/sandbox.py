@@ -19,6 +19,7 @@ import contextlib
 import enum
 import functools
 import json
+import math
 import os
 import selectors
 import shutil
@@ -129,6 +130,8 @@ class Sandbox:
     ) -> None:
         self.limits = limits
         self.engine = engine or working_engine()
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine={engine!r} is not one of {', '.join(ENGINES)}")
         self._launcher = _Launcher(self.engine, limits, readable)
         try:
             self._launcher.receive(START_S)
@@ -155,35 +158,45 @@ class Sandbox:
             wall_s: [s] another time limit for this program.
 
         Raises:
-            ValueError: a path of `files` leaves the scratch directory.
+            ValueError: the command is empty or a text, `wall_s` is no time, or a path of `files` leaves the
+                scratch directory.
             OSError: the program could not be started or a file not be written, as for `subprocess.run`.
             SandboxError: something outside ended the sandbox. The program is not to blame.
         """
+        if isinstance(command, str) or not command:
+            raise ValueError(
+                f"command must be a program and its arguments, like ['ls'], not {command!r}"
+            )
+        if wall_s is not None and not 0 < wall_s < math.inf:
+            raise ValueError(f"wall_s={wall_s} must be a positive number of seconds")
         for name in files:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts:
                 raise ValueError(
                     f"file {name!r} is not inside the scratch directory; use a relative path"
                 )
+        command = [os.fspath(each) for each in command]
         if command[0] == "python":  # a system may have only `python3`
-            command = [sys.executable, *command[1:]]
+            command[0] = sys.executable
         limits = self.limits.model_dump() | ({} if wall_s is None else {"wall_s": wall_s})
         request = {
-            "command": list(command),
+            "command": command,
             "limits": limits,
             "environment": _ENVIRONMENT | dict(environment),
             "stdin": len(stdin),
             "files": {name: len(content) for name, content in files.items()},
             "count_processes": _kernel_counts_processes(),
         }
+        text = json.dumps(request).encode()
+        message = b"".join((b"%0*d" % (SIZE_DIGITS, len(text)), text, stdin, *files.values()))
         try:
-            self._launcher.send(REPLY_S, request, stdin, *files.values())
+            self._launcher.send(REPLY_S, message)
             reply, stdout, stderr = self._launcher.receive(limits["wall_s"] + REPLY_S)
         except BaseException:  # the next program must not read this one's reply
             self.close()
             raise
         if "error" in reply:
-            raise OSError(reply["errno"], f"{reply['error']}, at the start of {list(command)!r:.200}")
+            raise OSError(reply["errno"], f"{reply['error']}, at the start of {command!r:.200}")
         return Result(
             ProgramEnding(reply["ending"]),
             reply["exit_code"],
@@ -240,10 +253,13 @@ class _Launcher:
 
     def __init__(self, engine: str, limits: Limits, readable: Sequence[Path]) -> None:
         self._engine = engine
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-sandbox-"))
-        self._buffer = bytearray()
         program, start = ENGINES[engine]
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="weft-sandbox-"))
+            self._log = (self._folder / "log").open("w+b")
+        except OSError as error:
+            raise SandboxError(f"{program} could not be started: {error!r}") from error
+        self._buffer = bytearray()
         try:
             self._process = start(
                 program, SandboxPlan(limits.disk_bytes, readable, self._folder, self._log)
@@ -257,13 +273,12 @@ class _Launcher:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         os.set_blocking(self._requests.fileno(), False)
 
-    def send(self, deadline_s: float, header: Mapping[str, Any], *blobs: bytes) -> None:
+    def send(self, deadline_s: float, message: bytes) -> None:
         """Send a request. Raises a SandboxError if the sandbox has ended or does not read it in time."""
         if self._requests.closed:
             raise self._ended()
         end_s = time.monotonic() + deadline_s
-        text = json.dumps(header).encode()
-        pending = memoryview(b"".join((b"%0*d" % (SIZE_DIGITS, len(text)), text, *blobs)))
+        pending = memoryview(message)
         while pending:
             self._wait(self._requests, selectors.EVENT_WRITE, end_s, deadline_s)
             try:

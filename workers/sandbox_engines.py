@@ -55,7 +55,7 @@ class SandboxPlan:
     @property
     def visible(self) -> tuple[str, ...]:
         """Folders that programs see besides the system's: Python, its packages, and `readable`."""
-        folders = [sys.base_prefix, sys.prefix, *(str(path.absolute()) for path in self.readable)]
+        folders = [sys.base_prefix, sys.prefix, *(os.path.abspath(path) for path in self.readable)]
         return tuple(dict.fromkeys(f for f in folders if not PurePosixPath(f).is_relative_to("/usr")))
 
     def start(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:

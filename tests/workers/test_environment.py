@@ -207,16 +207,6 @@ WRONG: dict[str, tuple[str, Any, str]] = {
         "rewards, terminations, truncations, infos",
     ),
     "one flag": ("step", (["a", "b"], [0, 0], False, [False] * 2, {}), "must return 2 terminations"),
-    "not finite": (
-        "step",
-        (["a", "b"], [0, float("nan")], [False] * 2, [False] * 2, {}),
-        "finite numbers as rewards, not nan",
-    ),
-    "no number": (
-        "step",
-        (["a", "b"], [0, None], [False] * 2, [False] * 2, {}),
-        "finite numbers as rewards, not None",
-    ),
 }
 
 
@@ -227,6 +217,15 @@ def test_a_result_that_breaks_the_protocol_is_named(name: str):
     with pytest.raises(InvalidResult, match=said) as caught:
         asyncio.run(play(env, episodes_of([3, 3]), 2, 10, echo(), here))
     assert isinstance(caught.value, EpisodeFailure) and not caught.value.scored
+
+
+@pytest.mark.parametrize("reward", [float("nan"), None, 1e39])
+def test_a_wrong_reward_fails_its_own_episode_only(reward: Any):
+    env = Wrong(2, step=(["a", "b"], [reward, 1.0], [False] * 2, [False] * 2, {}))
+    episodes = episodes_of([9, 9])
+    asyncio.run(play(env, episodes, 2, 3, echo(), here))
+    assert f"finite numbers as rewards, not {reward}" in str(episodes[0].failure)
+    assert (episodes[1].failure, episodes[1].rewards) == (None, [1.0, 1.0, 1.0])
 
 
 # Settings

@@ -1,7 +1,9 @@
 """Sandboxes contain programs, report limits, and raise if they are not to blame themselves."""
 
 import contextlib
+import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -129,7 +131,27 @@ def test_a_program_that_cannot_start_raises_as_subprocess_does(engine: str):
         for name in ("/etc/passwd", "../up", "a/../../b", "."):
             with pytest.raises(ValueError, match="not inside the scratch directory"):
                 sandbox.run(["true"], files={name: b""})
-        assert sandbox.run(["true"]).succeeded
+        for odd in ([], "ls -l"):
+            with pytest.raises(ValueError, match=r"must be a program and its arguments, like \['ls'\]"):
+                sandbox.run(odd)
+        for seconds in (0.0, -1.0, math.inf, math.nan):
+            with pytest.raises(ValueError, match="must be a positive number of seconds"):
+                sandbox.run(["true"], wall_s=seconds)
+        with pytest.raises(TypeError):  # before the sandbox gets anything
+            sandbox.run(["true"], files={"main.py": "text"})  # pyright: ignore[reportArgumentType]
+        assert sandbox.run([Path("/bin/true")]).succeeded  # pyright: ignore[reportArgumentType]
+
+
+def test_a_machine_without_a_free_descriptor_has_no_sandbox(engine: str):
+    """The policy is not to blame."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, before[1]))
+    try:
+        with pytest.raises(SandboxError, match="Too many open files"):
+            Sandbox(LIMITS, engine=engine)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        os.close(taken[0])
 
 
 def test_a_large_input_and_a_large_file_arrive(engine: str):

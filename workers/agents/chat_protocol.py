@@ -8,7 +8,16 @@ from typing import Any
 from typing_extensions import Unpack
 
 from .messages import ROLES, Completion, Conversation, Message, ToolCall, TurnRequest
-from .protocol_fields import Fields, Head, Json, event, pieces, read_arguments, write_logprobs
+from .protocol_fields import (
+    MOST_CHOICES,
+    Fields,
+    Head,
+    Json,
+    event,
+    pieces,
+    read_arguments,
+    write_logprobs,
+)
 
 
 class _Chat:
@@ -27,7 +36,7 @@ class _Chat:
                 fields.tools("function"),
                 fields.template_arguments(reasoning_effort=fields.get("reasoning_effort", str)),
             ),
-            n=fields.count("n") or 1,
+            n=fields.count("n", highest=MOST_CHOICES) or 1,
             max_tokens=fields.count("max_completion_tokens") or fields.count("max_tokens"),
             stop=fields.stop("stop"),
             stream=fields.get("stream", bool) or False,

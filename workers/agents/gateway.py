@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -36,20 +37,28 @@ from collections.abc import (
 )
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as Reply
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from ...algorithms.sampling import Sampling
-from ...dataflow.column import TURN_REWARDS
+from ...dataflow.column import REWARD, TURN_REWARDS
 from ...dataflow.errors import RequestError, UserError
+from ...dataflow.untrusted_text import cut
 from ..generation.engine import Response, stable_hash
-from .failures import ContextFull, EpisodeFailure, InvalidResult
+from .failures import (
+    ContextFull,
+    EpisodeFailure,
+    HarnessDied,
+    HarnessRaised,
+    InvalidResult,
+    ModelUnreachable,
+)
 from .harness import HarnessPlan
 from .link import (
     MOST_BYTES,
@@ -65,11 +74,13 @@ from .link import (
 from .messages import Completion
 from .players import Player, Players
 from .protocol import PROTOCOLS, HttpProtocol
-from .protocol_fields import Fields
+from .protocol_fields import MOST_CHOICES, Fields, read_json
 from .rendering import Renderer
 from .replicas import AskedTurn, Replica, Replicas, records_of, send
-from .runner import EpisodeRunner
+from .runner import EpisodeRunner, is_reward
 from .sessions import Session, Turn
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """Attempts at an episode whose failures the policy does not cause."""
@@ -80,8 +91,12 @@ ABANDONED_S = 30.0
 SAMPLE_S = 1800.0
 """[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
 CLIENT_GONE = 499
-SHOWN = 1000
-"""[characters] The beginning of a failure that the log shows."""
+FILES = 1 << 16
+"""Limit on open files of the gateway's process."""
+BODY_BYTES = 64 << 20
+"""[bytes] Largest body of a request."""
+SHOWN = 4000
+"""[characters] Length of a failure in messages."""
 _LOG = logging.getLogger("weft.gateway")
 """Writes to the run's `logs/gateway.log`."""
 
@@ -135,7 +150,7 @@ class Gateway:
         self._replicas = Replicas()
         self._episodes: dict[int, _Episode] = {}
         self._by_key: dict[str, _Episode] = {}
-        self._renderers: dict[tuple[str, str, str], asyncio.Task[Renderer]] = {}
+        self._renderers: dict[tuple[str, str, str], asyncio.Future[Renderer]] = {}
         self._runners: dict[str, asyncio.Future[EpisodeRunner]] = {}
         self._players: dict[str, Players] = {}
         """Name of a group of environments -> its ranks."""
@@ -155,13 +170,17 @@ class Gateway:
                 routes.append(
                     Route(f"{start}{version}/inference/v1/generate", self._generate, methods=["POST"])
                 )
-        return Starlette(routes=routes)
+        return Starlette(
+            routes=routes,
+            exception_handlers={404: _no_route, 405: _no_route, Exception: _broken},
+        )
 
     async def close(self) -> None:
         for episode in self._episodes.values():
             if episode.task is not None:
                 episode.task.cancel()
         for runner in self._runners.values():
+            runner.cancel()  # if it is loading
             with contextlib.suppress(UserError, asyncio.CancelledError):
                 await (await runner).close()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -249,7 +268,7 @@ class Gateway:
             raise
         except BaseException as error:
             _LOG.exception("episode %d", episode.request.episode_id)
-            text = f"{type(error).__name__}: {error}"
+            text = cut(f"{type(error).__name__}: {error}", SHOWN)
             outcome = Ended(episode.request.episode_id, where="harness", failure=text, scored=False)
         finally:
             await self._end_session(episode)
@@ -264,7 +283,7 @@ class Gateway:
         except UserError as error:  # the model has no chat template, or the harness cannot be loaded
             return Ended(episode_id, where="harness", failure=str(error), scored=False, fatal=True)
         for attempt in range(ATTEMPTS):
-            session = episode.session = Session(renderer, opened.max_context)
+            session = episode.session = Session(renderer, opened.max_context, opened.most_rows)
             episode.key = f"weft-{secrets.token_urlsafe(24)}"
             episode.full = False
             self._by_key[episode.key] = episode
@@ -273,13 +292,16 @@ class Gateway:
             failure: EpisodeFailure | None = None
             try:
                 result = await runner.run(episode.key, episode.request.row, base_url=base_url)
-                _check_turn_rewards(result, session)
+                _check_rewards(result, session)
             except EpisodeFailure as error:
                 # A harness that cannot go on because the context is full has failed by the policy's doing.
-                failure = ContextFull(str(error)) if episode.full and not error.scored else error
+                stopped = episode.full and isinstance(
+                    error, HarnessRaised | HarnessDied | ModelUnreachable
+                )
+                failure = (ContextFull if stopped else type(error))(cut(str(error), SHOWN))
             await self._end_session(episode)
             if failure is not None and not failure.scored:
-                said = f"{type(failure).__name__}: {failure}"[:SHOWN]
+                said = cut(f"{type(failure).__name__}: {failure}", SHOWN // 4)
                 _LOG.warning("episode %d, attempt %d: %s", episode_id, attempt + 1, said)
             if failure is None or failure.scored:
                 return Ended(
@@ -316,19 +338,15 @@ class Gateway:
     async def _renderer(self, opened: Open) -> Renderer:
         """Return the renderer of a model. Raises a UserError if it cannot be loaded."""
         key = opened.model, opened.tool_parser, opened.reasoning_parser
-        if key not in self._renderers:
-            self._renderers[key] = asyncio.create_task(asyncio.to_thread(self._load, *key))
-        return await self._renderers[key]
+        return await _once(self._renderers, key, lambda: asyncio.to_thread(self._load, *key))
 
     async def _runner(self, plan: HarnessPlan) -> EpisodeRunner | Players:
         """Return what runs the episodes of a harness. Raises a UserError if it cannot be loaded."""
         if "env" in plan.program:
             return self._players_of(plan.program["env"])
+        log = self._logs / f"harness_{len(self._runners)}.log"
         key = json.dumps(asdict(plan), sort_keys=True)
-        if key not in self._runners:
-            log = self._logs / f"harness_{len(self._runners)}.log"
-            self._runners[key] = asyncio.ensure_future(self._start(plan, self._scratch, log))
-        return await self._runners[key]
+        return await _once(self._runners, key, lambda: self._start(plan, self._scratch, log))
 
     # Turns
 
@@ -389,6 +407,8 @@ class Gateway:
                 return await self._converse(request, protocol)
             except RequestError as error:
                 return JSONResponse(protocol.error(error.status, error.kind, str(error)), error.status)
+            except ClientDisconnect:
+                return Reply(status_code=CLIENT_GONE)
 
         return handle
 
@@ -471,7 +491,7 @@ class Gateway:
             given = body.inner("sampling_params")
             stops = _token_ids(given.get("stop_token_ids", list) or [], "stop_token_ids")
             self._note_overridden({*given.overridden()} - {"stop_token_ids"})
-            n, most = given.count("n") or 1, given.count("max_tokens")
+            n, most = given.count("n", highest=MOST_CHOICES) or 1, given.count("max_tokens")
 
             def begin(session: Session, retry: bool) -> list[Turn]:
                 return session.begin_tokens(
@@ -479,6 +499,8 @@ class Gateway:
                 )
 
             turns = await self._turns(episode, request, begin)
+        except ClientDisconnect:
+            return Reply(status_code=CLIENT_GONE)
         except RequestError as error:
             body = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
             return JSONResponse(body, error.status)
@@ -516,8 +538,8 @@ class Gateway:
 
     async def _asked(self, request: Request) -> tuple[_Episode, Mapping[str, Any]]:
         """Return the episode and the body of a request."""
-        self._episode_of(request)  # refuses a wrong key before it reads the body
-        body = await _body(request)
+        # A wrong key is refused before the body is read.
+        body = await _body(request, self._episode_of(request))
         return self._episode_of(request), body  # the attempt may have just ended
 
     def _episode_of(self, request: Request) -> _Episode:
@@ -555,10 +577,14 @@ async def _started(plan: HarnessPlan, scratch: Path, log: Path) -> EpisodeRunner
     return runner
 
 
-def _check_turn_rewards(result: Mapping[str, Any], session: Session) -> None:
-    """Raise an InvalidResult if a harness does not give one reward for each sampled turn."""
+def _check_rewards(result: Mapping[str, Any], session: Session) -> None:
+    """Raise an InvalidResult for a reward that is not a finite number, or if a harness does not give one
+    reward for each sampled turn."""
     rewards = result.get(str(TURN_REWARDS))
     turns = sum(len(row.turn_ends) for row in session.rows())
+    for value in (result.get(str(REWARD)), *(rewards if isinstance(rewards, list) else ())):
+        if not is_reward(value):
+            raise InvalidResult(f"a reward must be a finite number of float32, not {value!r:.100}")
     if rewards is not None and (not isinstance(rewards, list) or len(rewards) != turns):
         shown = len(rewards) if isinstance(rewards, list) else repr(rewards)
         raise InvalidResult(
@@ -593,9 +619,16 @@ def _token_ids(values: list[Any], place: str) -> list[int]:
     return values
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _body(request: Request, episode: _Episode) -> Mapping[str, Any]:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > BODY_BYTES:
+            episode.full = True
+            said = f"the body has more than {BODY_BYTES} bytes; send a shorter conversation"
+            raise RequestError(400, "context_length_exceeded", said)
     try:
-        body = json.loads(await request.body())
+        body = read_json(bytes(content))
     except ValueError as error:
         raise RequestError(400, "invalid_request_error", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -609,11 +642,44 @@ async def _hangs_up(request: Request) -> None:
         pass
 
 
+async def _no_route(request: Request, error: Exception) -> Reply:
+    said = (
+        f"{request.method} of this address is not served; the base URL ends with /v1 (Anthropic's clients add it), and below it are "
+        "POST chat/completions, responses and messages, and GET models"
+    )
+    status = getattr(error, "status_code", 404)
+    return JSONResponse({"error": {"message": said, "type": "not_found_error"}}, status)
+
+
+async def _broken(request: Request, error: Exception) -> Reply:
+    said = f"Weft's gateway failed, see logs/gateway.log: {type(error).__name__}: {error}"
+    return JSONResponse({"error": {"message": cut(said, SHOWN), "type": "server_error"}}, 500)
+
+
+async def _once(made: dict[str, asyncio.Future[T]], key: str, make: Callable[[], Awaitable[T]]) -> T:
+    """Return what the first caller has made. Callers that are cancelled harm no others, and errors that
+    the user cannot fix are not kept."""
+    if key not in made:
+        made[key] = asyncio.ensure_future(make())
+    try:
+        return await asyncio.shield(made[key])
+    except UserError:
+        raise
+    except Exception:
+        made.pop(key, None)
+        raise
+
+
 # The process
 
 
 async def _serve(settings: Mapping[str, Any]) -> None:
     import uvicorn
+
+    # Clients keep their connections open, and usual limits are for interactive programs.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = FILES if most == resource.RLIM_INFINITY else min(most, FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
     def note(text: str) -> None:
         print(json.dumps({"note": text}), flush=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from ...dataflow.column import REWARD, TURN_REWARDS
+from ...dataflow.column import DESCRIBED, FINISH_REASON, IDENTITY, REWARD, TEMPERATURE, TURN_REWARDS
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ..rewards.function import name_of, signature_of
@@ -82,6 +82,13 @@ _PASSED = (
 )
 
 
+_OF_WEFT = {
+    *map(str, (FINISH_REASON, TEMPERATURE, *IDENTITY)),
+    *(str(column) for ids, others in DESCRIBED.items() for column in (ids, *others)),
+} - {str(TURN_REWARDS)}
+"""Columns that a harness cannot write: identity, tokens, and what describes tokens."""
+
+
 class Harness(Config):
     """What all harnesses have. Use one of its subclasses."""
 
@@ -103,11 +110,16 @@ class Harness(Config):
     variables: tuple[str, ...] = ()
     """Environment variables that the harness sees besides PATH, the locale and the like. Set it to
     the names of keys that the tools need; the harness sees no others."""
+    _plan: HarnessPlan | None = pydantic.PrivateAttr(None)
 
     @pydantic.model_validator(mode="after")
     def _writes_a_reward(self) -> Harness:
         if str(REWARD) not in self.writes:
             raise ValueError(f"writes={self.writes!r} must have 'reward', the result of an episode")
+        for name in self.writes:
+            if name in _OF_WEFT or self.writes.count(name) > 1:
+                whose = "Weft writes itself" if name in _OF_WEFT else "is there twice"
+                raise ValueError(f"writes={self.writes!r} has {name!r}, which {whose}; rename it")
         return self
 
     @property
@@ -124,7 +136,15 @@ class Harness(Config):
         return sys.executable
 
     def plan(self) -> HarnessPlan:
-        """Return the harness as plain values. Raises a UserError if it cannot be started."""
+        """Return the harness as plain values. Raises a UserError if it cannot be started.
+
+        A copy on another node returns the same: its paths and variables are those of the driver, which
+        makes the plan first.
+        """
+        self._plan = self._plan or self._new_plan()
+        return self._plan
+
+    def _new_plan(self) -> HarnessPlan:
         if missing := [name for name in self.variables if name not in os.environ]:
             raise UserError(
                 f"{type(self).__name__}.variables: the environment has no {missing[0]}; set it before the run starts"

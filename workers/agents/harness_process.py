@@ -374,7 +374,8 @@ def be_episode(
     try:
         folder.mkdir(mode=0o700)
         # If memory is short, the kernel kills an episode before the trainer.
-        Path("/proc/self/oom_score_adj").write_text("500")
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")
         base_url, key = order["base_url"], order["key"]
         for name in ("WEFT", "OPENAI"):
             os.environ[f"{name}_BASE_URL"], os.environ[f"{name}_API_KEY"] = base_url, key

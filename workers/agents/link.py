@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...algorithms.sampling import Sampling
+from ...dataflow.buffer.rows import MAX_CHILDREN
 from ...dataflow.errors import GatewayLost
 from ..generation.engine import Response
 from ..rendezvous import GatewayAddress
@@ -77,6 +78,8 @@ class Open:
     sampling: Sampling
     plan: HarnessPlan
     episodes: tuple[EpisodeRequest, ...]
+    most_rows: int = MAX_CHILDREN
+    """Largest number of rows of an episode."""
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 

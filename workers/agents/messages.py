@@ -56,7 +56,7 @@ class Message:
         True
         """
         if self.role == "assistant":
-            calls = [[call.name, _json_value(call.arguments)] for call in self.tool_calls]
+            calls = [[call.name, json_value(call.arguments)] for call in self.tool_calls]
             return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
         return json.dumps([self.role, self.content, self.name])
 
@@ -128,10 +128,17 @@ class Completion:
     """The stop string that ended the turn, if any."""
 
 
-def _json_value(value: Any) -> Any:
-    """Return arguments with one form for equal numbers. Clients may send 1 for 1.0."""
+DEEPEST = 100
+"""Maximum nesting of a call's arguments."""
+
+
+def json_value(value: Any, depth: int = 0) -> Any:
+    """Return arguments with one form for equal numbers. Clients may send 1 for 1.0. Raises a ValueError
+    if they are nested too deeply."""
+    if depth > DEEPEST:
+        raise ValueError(f"the arguments have more than {DEEPEST} levels")
     if isinstance(value, Mapping):
-        return {name: _json_value(each) for name, each in value.items()}
+        return {name: json_value(each, depth + 1) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(each) for each in value]
+        return [json_value(each, depth + 1) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

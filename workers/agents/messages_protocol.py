@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from .messages import Completion, Conversation, Message, ToolCall, TurnRequest
-from .protocol_fields import Fields, Head, Json, clean, event, pieces, read_arguments
+from .protocol_fields import Fields, Head, Json, event, pieces, read_arguments
 
 _BILLING = "x-anthropic-billing-header"
 """Start of a block in Claude Code's system prompt. The block differs in each request, so the
@@ -142,8 +142,7 @@ def _read_item(item: Fields) -> list[Message]:
     thoughts: list[str] = []
 
     def close() -> None:
-        text, thought = clean("\n".join(texts)), clean("\n".join(thoughts))
-        found.append(Message(role, text, tuple(calls), thought))
+        found.append(Message(role, "\n".join(texts), tuple(calls), "\n".join(thoughts)))
         texts.clear()
 
     for block in item.objects("content"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from ...dataflow.errors import RequestError
-from .messages import Completion, TurnRequest
+from .messages import Completion, TurnRequest, json_value
 
 Json = dict[str, Any]
 
@@ -25,6 +25,9 @@ class Head(TypedDict):
 
 
 # Read
+
+MOST_CHOICES = 128
+"""Maximum number of choices (`n`) of a request."""
 
 _KINDS: dict[type, str] = {
     int: "an integer",
@@ -60,7 +63,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Maps parameters that the trainer sets to the values that change nothing."""
 
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_last", "chat_template")
+_RESERVED = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_last", "chat_template"),
+    "self",
+)
 """Names in `chat_template_kwargs` that Weft fills itself."""
 
 
@@ -94,10 +100,12 @@ class Fields:
             raise self.wrong(name, f"is missing; it must be {_KINDS[kind]}")
         return value
 
-    def count(self, name: str, lowest: int = 1) -> int | None:
+    def count(self, name: str, lowest: int = 1, highest: int | None = None) -> int | None:
         value = self.get(name, int)
         if value is not None and value < lowest:
             raise self.wrong(name, f"{value} is below {lowest}")
+        if value is not None and highest is not None and value > highest:
+            raise self.wrong(name, f"{value} is above {highest}; send several requests")
         return value
 
     def one_of(self, name: str, known: Sequence[str]) -> str:
@@ -120,13 +128,13 @@ class Fields:
 
     def string(self, *names: str) -> str:
         """Return the first string in the named fields; "" if there is none."""
-        return clean(next((found for name in names if (found := self.get(name, str))), ""))
+        return next((found for name in names if (found := self.get(name, str))), "")
 
     def text(self, name: str) -> str:
         """Return content: a string, or a list of text parts, joined by newlines."""
         content = self.values.get(name)
         if content is None or isinstance(content, str):
-            return clean(content or "")
+            return content or ""
         if not isinstance(content, list):
             raise self.wrong(name, f"{short(content)} is neither a string nor a list of parts")
         texts: list[str] = []
@@ -137,7 +145,7 @@ class Fields:
                     "", f"a part of type {short(kind)}, but Weft serves text only to harnesses"
                 )
             texts.append(part.require(_TEXT_PARTS[kind], str))
-        return clean("\n".join(texts))
+        return "\n".join(texts)
 
     def tools(self, nested: str = "", parameters: str = "parameters") -> tuple[Json, ...]:
         """Return the tools in the schema of Chat Completions.
@@ -160,8 +168,6 @@ class Fields:
                 "strict": given.get("strict", bool),
             }
             kept = {name: value for name, value in fields.items() if value is not None}
-            text = json.dumps(kept, ensure_ascii=False)
-            kept = kept if (encodable := clean(text)) == text else json.loads(encodable)
             found.append({"type": "function", "function": kept})
         return tuple(found)
 
@@ -220,11 +226,37 @@ def read_arguments(value: Any) -> Any:
     text = clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     try:
         found = json.loads(text)
+        json_value(found)
         # Escapes can encode lone surrogates, and numbers can be infinite.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
+
+
+def read_json(content: bytes) -> Any:
+    """Return the value of a JSON text, without lone surrogates. Raises a ValueError if it is not JSON,
+    or too deeply nested.
+
+    >>> read_json(rb'["\\ud83d\\ude00", "\\ud83d"]') == ["\\U0001f600", "\\ufffd"]
+    True
+    """
+    try:
+        found = json.loads(content)
+        # Other texts have no surrogates.
+        return _cleaned(found) if b"\\u" in content or b"\xed" in content else found
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [_cleaned(each) for each in value]
+    if isinstance(value, dict):
+        return {clean(name): _cleaned(each) for name, each in value.items()}
+    return value
 
 
 def clean(text: str) -> str:

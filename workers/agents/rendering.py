@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,10 @@ from .parsing import (
 
 _MARK = "weft31mark7"
 """Stands for the text of an assistant's turn. Tokenizers do not join its end with other text."""
+_PIECE = 1 << 14
+"""[characters] Length of the pieces of a long text that `Renderer.has_more` counts."""
+_CUT = 16
+"""[tokens] Bound on the additional tokens of a piece, whose ends may cut tokens."""
 _HEADS = 100_000
 """Maximum number of hashes in `Renderer._needs_head`."""
 
@@ -222,6 +226,17 @@ class Renderer:
             for number, (name, arguments) in enumerate(calls)
         )
         return Message("assistant", content, tuple(found), reasoning=thoughts)
+
+    def has_more(self, texts: Iterable[str], tokens: int) -> bool:
+        """Whether texts certainly have more than this number of tokens. Reads no further than that."""
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                piece = [text[start : start + _PIECE]]
+                ids, _ = self.tokenizer.encode(piece, add_special_tokens=False)
+                tokens -= max(0, len(ids) - _CUT)
+                if tokens < 0:
+                    return True
+        return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""

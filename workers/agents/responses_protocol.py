@@ -15,7 +15,6 @@ from .protocol_fields import (
     Fields,
     Head,
     Json,
-    clean,
     event,
     pieces,
     read_arguments,
@@ -41,7 +40,7 @@ class _Responses:
         if instructions := fields.string("instructions"):
             messages.append(Message("system", instructions))
         if isinstance(given := body.get("input"), str):
-            messages.append(Message("user", clean(given)))
+            messages.append(Message("user", given))
         elif not fields.require("input", list):
             raise fields.wrong("input", "the list is empty; send at least one message")
         else:
@@ -133,7 +132,7 @@ def _read_item(item: Fields, messages: list[Message]) -> None:
     elif (kind := item.one_of("type", _ITEMS)) == "reasoning":
         name = "content" if values.get("content") else "summary"
         parts = [part.require("text", str) for part in item.objects(name)]
-        added = Message("assistant", "", reasoning=clean("\n".join(parts)))
+        added = Message("assistant", "", reasoning="\n".join(parts))
     elif kind == "function_call":
         arguments = read_arguments(values.get("arguments"))
         call = ToolCall(item.require("name", str), arguments, item.string("call_id"))

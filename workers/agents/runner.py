@@ -22,13 +22,12 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.column import REWARD
+from ...dataflow.column import LARGEST_REWARD, REWARD
 from ...dataflow.errors import UserError, nearest
 from .failures import (
     Discarded,
@@ -41,6 +40,7 @@ from .failures import (
     TurnTimedOut,
 )
 from .harness import HarnessPlan
+from .protocol_fields import read_json
 
 LINE_BYTES = 64 << 20
 """[bytes] Maximum size of a message of the fork server, which limits its parts."""
@@ -69,6 +69,8 @@ class EpisodeRunner:
         self._starting = asyncio.Lock()
         self._server: _ForkServer | None = None
         self._episodes: dict[str, Clock] = {}
+        self._kinds: dict[str, str] = {}
+        """Column -> what the results so far have in it."""
 
     async def start(self) -> None:
         """Load the harness. Raises a UserError if that fails, so that a run can end at once."""
@@ -141,10 +143,18 @@ class EpisodeRunner:
             hint = " (out of memory, or killed by another process)" if status == "signal 9" else ""
             died = HarnessDied(f"the harness ended before it returned: {status}{hint}")
             raise _with_output(died, ended, self._log)
-        said = json.loads(ended["result"])
+        said = read_json(ended["result"].encode())
         if "failure" in said:
             raise _with_output(_failure_in(said), ended, self._log)
-        return result_of(said["value"], self._plan.writes)
+        found = result_of(said["value"], self._plan.writes)
+        for name, value in found.items():
+            kind = kind_of(name, value)
+            if kind and kind != self._kinds.setdefault(name, kind):
+                raise InvalidResult(
+                    f"column {name!r} has a {kind}, {value!r:.100}, and had a {self._kinds[name]} in an earlier episode; "
+                    "a column has values of one kind"
+                )
+        return found
 
 
 def _failure_in(said: Mapping[str, Any]) -> EpisodeFailure:
@@ -189,10 +199,40 @@ def result_of(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
                 f"the harness returned {shown}, but writes={writes!r} does not declare {name!r}"
             )
     number = columns[reward]
-    # A huge integer has no float.
-    if not isinstance(number, int | float) or not abs(number) <= sys.float_info.max:
+    if not is_reward(number):
         raise InvalidResult(f"the reward must be a finite number, not {shown}")
     return {**columns, reward: float(number)}
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value is a finite number, also in a float32 column."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST_REWARD
+
+
+def kind_of(name: str, value: Any) -> str:
+    """Return what a column has; "" for None and an empty list, which go with anything.
+
+    Raises:
+        InvalidResult: an Arrow column cannot hold the value.
+
+    >>> [kind_of("steps", value) for value in (3, 0.5, True, "three", [1, 2], [])]
+    ['number', 'number', 'truth value', 'text', 'list of number', '']
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "truth value"
+    if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
+        return "number"
+    if isinstance(value, str):
+        return "text"
+    kinds = {kind_of(name, each) for each in value} - {""} if isinstance(value, list) else None
+    if kinds is None or len(kinds) > 1:
+        raise InvalidResult(
+            f"column {name!r} has {value!r:.100}, and must have a number, a text, or a list of values of one kind; "
+            "give other values as JSON text"
+        )
+    return f"list of {kinds.pop()}" if kinds else ""
 
 
 class Clock:
@@ -264,7 +304,7 @@ class _ForkServer:
         ours, theirs = socket.socketpair()
         program = Path(__file__).with_name("harness_process.py")
         arguments = (str(os.getpid()), str(theirs.fileno()), str(log.absolute()), str(folder))
-        with theirs:
+        try:
             process = await asyncio.create_subprocess_exec(
                 *(plan.python, "-P", "-u", str(program), *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -274,12 +314,20 @@ class _ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        except OSError as error:
+            ours.close()
+            raise HarnessDied(f"its process cannot be started: {error}") from None
+        finally:
+            theirs.close()
         server = cls(process, folder)
-        server._reader, server._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
         try:
+            server._reader, server._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
             server._send(plan.program)
             async with asyncio.timeout(plan.setup_deadline_s):
                 said = await server._receive()
+        except asyncio.CancelledError:
+            process.kill()  # all processes below end with it
+            raise
         except TimeoutError:
             said = SetupTimedOut(
                 f"it did not load within setup_deadline_s={plan.setup_deadline_s:g}"

@@ -222,7 +222,8 @@ class EpisodeCall:
     def opened(self, model: str, max_context: int, tool_parser: str, reasoning_parser: str) -> Open:
         """Return the request to start the episodes."""
         plan, requests = self._harness.plan(), tuple(self._requests)
-        return Open(model, max_context, self._sampling, plan, requests, tool_parser, reasoning_parser)
+        parsers = tool_parser, reasoning_parser
+        return Open(model, max_context, self._sampling, plan, requests, self._most_rows, *parsers)
 
     def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
         """Return the rows and metrics of episodes that have ended; None without any.

@@ -29,6 +29,9 @@ from .failures import ContextFull
 from .messages import Conversation, Message, TurnRequest
 from .rendering import Renderer
 
+LONG = 8
+"""[characters] Length of a text that may be too long, for each token of the context."""
+
 
 @dataclass(eq=False)
 class Turn:
@@ -106,11 +109,13 @@ class Session:
     Args:
         renderer: turns messages into token ids.
         max_context: [tokens] maximum length of a prompt and its response.
+        most_rows: maximum number of paths.
     """
 
-    def __init__(self, renderer: Renderer, max_context: int) -> None:
+    def __init__(self, renderer: Renderer, max_context: int, most_rows: int) -> None:
         self._renderer = renderer
         self._max_context = max_context
+        self._most_rows = most_rows
         self._turns: list[Turn] = []
         """All turns, in the order of their requests."""
         self._by_key: dict[bytes, list[Turn]] = {}
@@ -135,7 +140,8 @@ class Session:
         client hung up before it had the reply.
 
         Raises:
-            ContextFull: the conversation leaves no room for a response.
+            ContextFull: the conversation leaves no room for a response, or the episode has too many
+                conversations.
         """
         conversation = request.conversation
         keys = _keys(conversation)
@@ -173,6 +179,14 @@ class Session:
                 # Of several equal turns, continue one that nothing has continued.
                 parent, known = next((t for t in found if not t.children), found[-1]), number
                 break
+        # It would take seconds to render a text that is much too long, and the gateway waits for it.
+        texts = [message.content for message in messages[known:] if message.role != "assistant"]
+        if sum(map(len, texts)) > LONG * self._max_context and self._renderer.has_more(
+            texts, self._max_context
+        ):
+            raise ContextFull(
+                f"the new messages have more tokens than the context of the model, {self._max_context}"
+            )
         given: list[int] | None = None
         if parent is not None and parent.response is not None:
             try:
@@ -247,6 +261,12 @@ class Session:
                 f"the conversation has {length} tokens, and the context of the model has {self._max_context}: "
                 "there is no room for a response"
             )
+        paths = sum(not each.children for each in self._turns if each is not parent) + n
+        if paths > self._most_rows:
+            raise ContextFull(
+                f"the episode has {paths} conversations, and at most {self._most_rows} become rows: its harness starts a new one for "
+                "each turn, or changes earlier messages"
+            )
         number = sum(t.parent is parent and np.array_equal(t.given, turn.given) for t in self._turns)
         turns = [
             replace(turn, number=number + choice, length=length, children=[]) for choice in range(n)
@@ -261,6 +281,8 @@ class Session:
         last equal request. Empty if there is none."""
         equal = [turn for turn in self._turns if turn.same == same]
         turns = [turn for turn in equal if turn.abandoned][:n] or (equal[-n:] if retry else [])
+        if len(turns) < n:  # the others were aborted
+            return []
         for turn in turns:
             turn.abandoned = False
         return turns

@@ -129,7 +129,12 @@ class TransformersEngine:
                 f"request {request.request_id} asks for structured output ({request.structure.kind}), "
                 "which engine='transformers' cannot enforce; choose engine='vllm'"
             )
-        length = len(self._read(request).ids)
+        ids = self._read(request).ids
+        length, size = len(ids), self.model.get_input_embeddings().weight.shape[0]
+        if (largest := int(np.max(ids, initial=-1))) >= size:
+            raise GenerationError(
+                f"request {request.request_id}: the prompt has token id {largest}, and the model has ids 0 to {size - 1}"
+            )
         if length + sampling.max_tokens > self._max_context:
             raise GenerationError(
                 f"request {request.request_id}: {length} prompt tokens and max_tokens={sampling.max_tokens} exceed the context of "

@@ -169,9 +169,11 @@ def _tests_of(row: Any) -> _Tests:
     if not isinstance(row, Mapping):
         return _read(row)
     if row.get("test_list") is not None:
-        imports = row.get("test_imports")
-        setup = [row.get("test_setup_code") or "", *(_parsed(imports) if imports is not None else [])]
-        return _Tests("statements", statements=_texts(_parsed(row["test_list"])), setup="\n".join(setup))
+        statements, imports = _parsed(row["test_list"]), _parsed(row.get("test_imports"))
+        if not statements or not isinstance(statements, list | tuple | str):
+            raise SampleError(f"'test_list' must be a list of asserts, not {_short(statements)}")
+        setup = [row.get("test_setup_code") or "", *_texts(imports or [])]
+        return _Tests("statements", statements=_texts(statements), setup="\n".join(setup))
     if row.get("test") is not None:
         if not (entry_point := row.get("entry_point")):
             raise SampleError("the row has a 'test' as in HumanEval, but no 'entry_point'")
@@ -196,13 +198,20 @@ def _read(value: Any) -> _Tests:
             )
         if key is not None:
             given, wanted = parsed[key], parsed.get(named[key])
-            given, wanted = ([v] if isinstance(v, str) else v for v in (given, wanted))
-            if not given or not wanted or len(given) != len(wanted):
+            given, wanted = (
+                list(v) if isinstance(v, list | tuple) else [v] * (v is not None)
+                for v in (given, wanted)
+            )
+            if not given or len(given) != len(wanted):
                 raise SampleError(f"tests need as many outputs as inputs: {_short(parsed)}")
             pairs = zip(_texts(given), _texts(wanted), strict=True)
             return _Tests("programs", programs=list(pairs))
         if parsed and all(name.endswith(".py") for name in parsed):
             files = {name: text for name, text in parsed.items() if text is not None}
+            if odd := [name for name, text in files.items() if not isinstance(text, str)]:
+                raise SampleError(
+                    f"the file {odd[0]!r} in tests must be a text, not {_short(files[odd[0]])}"
+                )
             return _Tests("pytest", files=files)
     if isinstance(parsed, Sequence) and not isinstance(parsed, str) and parsed:
         if all(isinstance(each, str) for each in parsed):

@@ -83,3 +83,4 @@ def _run_pytest(files: list[str], tell: Callable[[int, int], None]) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # threads of the code may still run

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...dataflow.column import LARGEST_REWARD
 from ...dataflow.errors import ResultError, SampleError
 from ...dataflow.metrics import Mean
 from ...dataflow.untrusted_text import beginning
@@ -28,8 +29,6 @@ from .signature import RewardRows
 
 _TOTALS = ("reward", "score", "rewards")
 """Keys of the reward in a dictionary, in order of preference."""
-_LARGEST = 3.4028234663852886e38
-"""Largest reward that float32 columns can hold."""
 PART_S = 1.0
 """[s] Maximum wait of finished rewards for others, to yield them together."""
 
@@ -228,7 +227,7 @@ class Scoring:
             if len(self._rewards) == 1:
                 who = f"reward function {name_of(self._rewards[0].function)}"
             self._fail(k, SampleError(f"{who} returned None; each sample needs a finite number"))
-        elif abs(total := self._total(scores)) > _LARGEST:
+        elif abs(total := self._total(scores)) > LARGEST_REWARD:
             why = f"the weighted sum of the rewards is {total}, which float32 cannot hold"
             self._fail(k, SampleError(why))
 
@@ -368,7 +367,7 @@ def _as_number(value: object) -> float | None:
 
 
 def _is_finite(number: float) -> bool:
-    return abs(number) <= _LARGEST
+    return abs(number) <= LARGEST_REWARD
 
 
 def _listed(values: Any) -> list[Any] | None:

@@ -151,7 +151,11 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "kill_itself": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop_the_fork_server": lambda _: os.kill(os.getppid(), signal.SIGSTOP),
     "kill_the_fork_server": lambda _: os.kill(os.getppid(), signal.SIGKILL),
-    "variables": lambda row: {"reward": 1.0, "seen": dict(os.environ), "loaded_in": LOADED_IN},
+    "variables": lambda row: {
+        "reward": 1.0,
+        "seen": json.dumps(dict(os.environ)),
+        "loaded_in": LOADED_IN,
+    },
     "memory_priority": lambda _: int(Path("/proc/self/oom_score_adj").read_text()),
     "threads": lambda _: threading.current_thread() is threading.main_thread(),
 }

@@ -67,6 +67,7 @@ class Served:
         self.function: Run
         self.tmp_path = tmp_path
         self.address: GatewayAddress
+        self.gateway: Gateway
         self.ranks: list[Rank] = []
 
     def _load(self, *names: str) -> Any:
@@ -85,7 +86,7 @@ class Served:
         socket = config.bind_socket()
         port = socket.getsockname()[1]
         base = f"http://127.0.0.1:{port}"
-        gateway = Gateway(
+        gateway = self.gateway = Gateway(
             "secret",
             base,
             self.tmp_path,
@@ -140,10 +141,11 @@ class Rank:
         sampling: Sampling = Sampling(max_tokens=50),
         plan: HarnessPlan | None = None,
         row: Mapping[str, Any] = MappingProxyType({}),
+        most_rows: int = 100,
     ) -> None:
         plan = plan or Function(function=_unused).plan()
         episodes = tuple(EpisodeRequest(i, i, {"id": i, **row}) for i in ids)
-        opened = Open("model", max_context, sampling, plan, episodes)
+        opened = Open("model", max_context, sampling, plan, episodes, most_rows)
         self._open |= {*ids}
         self._actions.put(lambda: self.server.open(opened))
 

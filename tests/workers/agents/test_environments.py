@@ -132,6 +132,32 @@ def test_a_simulator_that_raises_drops_its_episodes_with_the_place(tmp_path: Pat
     asyncio.run(main())
 
 
+class BreaksLate(Counters):
+    """The first environment ends after a turn, and the second one's next turn fails."""
+
+    def step(self, actions: Sequence[str]) -> tuple[Any, ...]:
+        if self.turns[0] == 1:
+            raise OSError("the physics engine has crashed")
+        texts, rewards, _, cut, infos = super().step(actions)
+        return texts, rewards, [True, False], cut, infos
+
+
+def test_an_episode_that_has_ended_keeps_its_result_if_the_simulator_fails_later(tmp_path: Path):
+    async def main() -> None:
+        served = Served(tmp_path)
+        async with served.listening(), Group(served) as group:
+            await group.start(BreaksLate, num_envs=2)
+            rank = served.rank(lambda prompt: "go")
+            rank.open(1, 2, plan=PLAN)
+            found = sorted([await rank.outcome(1), await rank.outcome(2)], key=lambda e: not e.scored)
+            # The second episode's next attempt is alone, in the first environment.
+            assert [each.result for each in found] == [{"reward": 1.0, "turn_rewards": [1.0]}] * 2
+            assert [each.failure for each in found] == ["", ""]
+            assert len(rank.engine.requests) == 4
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_a_simulator_that_hangs_in_the_drivers_process_fails_its_episodes(tmp_path: Path):
     """A busy loop of Python code lets the other threads of the process run."""

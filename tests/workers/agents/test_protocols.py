@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from weft.dataflow.errors import RequestError
 from weft.workers.agents.messages import Completion, Message, ToolCall, TurnRequest
 from weft.workers.agents.protocol import CHAT, MESSAGES, PROTOCOLS, RESPONSES, HttpProtocol
+from weft.workers.agents.protocol_fields import read_json
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -488,15 +489,8 @@ def test_clients_raise_their_own_errors_with_our_text(served: Served):
 
 
 def test_lone_surrogates_in_requests_become_encodable():
-    text = json.loads('"a\\ud800b"')
-    bodies = [
-        (CHAT, {"messages": [{"role": "user", "content": text}]}),
-        (RESPONSES, {"input": text}),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
-    ]
-    for protocol, body in bodies:
-        (message,) = protocol.read(body).conversation.messages
-        assert message.content == "a\ufffdb"
-    tool = {"type": "function", "function": {**LS, "description": text}}
-    (tool,) = CHAT.read({"messages": [USER], "tools": [tool]}).conversation.tools
-    assert tool["function"] == {**LS, "description": "a\ufffdb"}
+    escaped = rb'{"a\ud800": ["b\udc00c", {"d": "\ud83d\ude00"}], "e": 1}'
+    wanted = {"a\ufffd": ["b\ufffdc", {"d": "\U0001f600"}], "e": 1}
+    assert read_json(escaped) == wanted
+    assert read_json(json.dumps(wanted, ensure_ascii=False).encode()) == wanted
+    assert read_json('"\ud800"'.encode(errors="surrogatepass")) == "\ufffd"

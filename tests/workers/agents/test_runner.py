@@ -80,6 +80,22 @@ def test_a_result_that_is_not_a_number_names_it(rig: Rig, does: str):
     assert isinstance(failure, InvalidResult) and ("nan" in str(failure) or "object" in str(failure))
 
 
+def test_a_column_keeps_its_kind_over_episodes(tmp_path: Path):
+    rig = rig_with(tmp_path, writes=("reward", "note"))
+    notes = ["a", None, 3, "b"]
+    found = [rig.run({"does": "return", "value": {"reward": 1, "note": note}})[0] for note in notes]
+    rig.close()
+    assert [isinstance(each, dict) for each in found] == [True, True, False, True]
+    assert "column 'note' has a number, 3, and had a text in an earlier episode" in str(found[2])
+
+
+def test_half_a_character_in_a_result_becomes_one_that_columns_can_hold(tmp_path: Path):
+    rig = rig_with(tmp_path, writes=("reward", "note"))
+    [found] = rig.run({"does": "return", "value": {"reward": 1, "note": "a\ud800"}})
+    rig.close()
+    assert found == {"reward": 1.0, "note": "a\ufffd"}
+
+
 def test_none_discards_the_episode(rig: Rig):
     """Pitfall 13."""
     [failure] = rig.run({"does": "return", "value": None})
@@ -202,7 +218,7 @@ def test_the_harness_sees_only_the_variables_that_are_allowed(
     [result] = rig.run({"does": "variables"})
     rig.close()
     assert isinstance(result, dict)
-    seen = result["seen"]
+    seen = json.loads(result["seen"])
     assert "a secret" not in seen.values() and seen["SEARCH_KEY"] == "allowed"
     assert seen["OPENAI_BASE_URL"] == f"{rig.address}/e/key0/v1" and seen["OPENAI_API_KEY"] == "key0"
     assert seen["ANTHROPIC_BASE_URL"] == f"{rig.address}/e/key0"

@@ -29,7 +29,7 @@ class Talk:
 
     def __init__(self, max_context: int = 10_000) -> None:
         self.renderer = WordRenderer()
-        self.session = Session(self.renderer, max_context)  # pyright: ignore[reportArgumentType]
+        self.session = Session(self.renderer, max_context, most_rows=1000)  # pyright: ignore[reportArgumentType]
         self.version = 0
 
     def begin(self, messages: list[Message], **options: object) -> list[Turn]:
@@ -188,6 +188,16 @@ def test_a_request_whose_client_hung_up_is_joined_by_its_repetition():
     turn.abandoned = True
     assert talk.begin([user("a")]) == [turn]
     assert not turn.abandoned
+
+
+def test_a_request_whose_choices_were_partly_aborted_is_sampled_again():
+    talk = Talk()
+    first, second = talk.begin([user("Q")], n=2)
+    talk.end(first, "A")
+    first.abandoned = second.abandoned = True
+    talk.session.drop(second)
+    again = talk.begin([user("Q")], n=2)
+    assert len(again) == 2 and first not in again
 
 
 def test_equal_requests_at_the_same_time_are_two_samples():

@@ -38,6 +38,9 @@ class WordRenderer:
     def parse(self, token_ids: Sequence[int], conversation: Conversation) -> Message:
         return Message("assistant", self.decode([i for i in token_ids if i]))
 
+    def has_more(self, texts: Sequence[str], tokens: int) -> bool:
+        return sum(len(text.split()) for text in texts) > tokens
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(self.words[i] for i in token_ids)
 

@@ -200,6 +200,15 @@ def test_requests_decode_in_one_pass_and_columns_of_ended_requests_go(folder: Pa
     assert sorted(set(passes)) == [1, 2, 3, 4, 5, 6, 7] and len(passes) == 2 * 60 - 1
 
 
+def test_token_ids_that_the_model_lacks_are_refused_and_other_requests_go_on(engine: GenerationEngine):
+    (request, *_) = requests_of(prompts_of(1))
+    ticket = engine.submit(request, Sampling(max_tokens=4))
+    wrong = GenerationRequest(1, np.array([1, 1 << 30], np.int32), 0)
+    with pytest.raises((GenerationError, ValueError), match=str(1 << 30)):
+        engine.submit(wrong, Sampling(max_tokens=4))
+    assert finish(engine).keys() == {ticket}
+
+
 def test_the_transformers_engine_refuses_structured_output(folder: Path):
     engine = TransformersEngine(str(folder))
     request = GenerationRequest(3, prompts_of(1)[0], structure=Structure("regex", "a+"))
@@ -287,6 +296,6 @@ def test_a_teacher_in_vllm_writes_what_a_reference_writes(vllm: VllmEngine, fold
     assert found["teacher_ids"].equals(expected["teacher_ids"])
     logprobs = (each.ragged_numpy("teacher_logprobs")[0] for each in (found, expected))
     np.testing.assert_allclose(*logprobs, atol=1e-4)
-    with pytest.raises(SampleError, match="gives probabilities at temperature 1, not 0.7"):
+    with pytest.raises(SampleError, match=r"gives probabilities at temperature 1, not 0\.7"):
         teacher.top_logprobs(rows.with_columns(temperature=[1.0, 1.0, 0.7]))
     reference.close()

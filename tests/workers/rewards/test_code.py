@@ -141,6 +141,8 @@ def test_mbpp_asserts_count_one_by_one():
         "test_imports": ["import math"],
     }
     assert CODE(fenced("def double(x):\n    return x + x"), **setup) == 1
+    setup["test_imports"] = "import math"
+    assert CODE(fenced("def double(x):\n    return x + x"), **setup) == 1
 
 
 @pytest.mark.usefixtures("needs_sandbox")
@@ -161,7 +163,11 @@ def test_an_answer_holds_any_layout_as_json():
         ({"tests": []}, "no tests in"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "as many outputs as inputs"),
         ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f"}}, "function 'f'"),
+        ({"tests": {"inputs": ["1"], "outputs": None}}, "as many outputs as inputs"),
+        ({"tests": {"test_a.py": 5}}, "the file 'test_a.py' in tests must be a text, not 5"),
         ({"test": "def check(candidate): pass"}, "no 'entry_point'"),
+        ({"test_list": []}, "'test_list' must be a list of asserts"),
+        ({"test_list": 5}, "'test_list' must be a list of asserts"),
     ],
 )
 def test_a_row_without_known_tests_is_an_error_of_the_data(row: dict[str, Any], said: str):
