@@ -24,7 +24,7 @@ outcomes: dict[int, dict[str, str]] = {}
 
 
 def measure() -> dict[str, Any]:
-    """Return `pitfalls`: the number of pitfalls with a test, all of whose tests pass."""
+    """Return `pitfalls`: how many numbers have tests that all pass."""
     command = [
         sys.executable,
         "-m",
@@ -59,7 +59,7 @@ def pytest_runtest_makereport(
     report = yield
     for mark in item.iter_markers("pitfall"):
         tests = outcomes.setdefault(mark.args[0], {})
-        # The set-up and the end of a test have reports, too.
+        # Set-up and tear-down make further reports.
         if tests.get(item.nodeid, "passed") == "passed":
             tests[item.nodeid] = report.outcome
     return report
