@@ -1,10 +1,14 @@
 """Agents: exact tokens, speed, failures and containment.
 
-    python benchmarks/agents.py                     # minutes
+    python benchmarks/agents.py                     # ten minutes
     python benchmarks/agents.py --parts contained
 
 | figure | what it is | wanted |
 |---|---|---|
+| `exact` | share of 1,040 random conversations whose rows have exactly the sampled and given tokens | 1.0 |
+| `retokenised` | rows of 500 append-only conversations with sampled text that was tokenised again | 0 |
+| `max_logprob_gap` | largest difference of a sampled token's log-probabilities in trainer and engine, float32 | 5e-4 |
+| `pitfalls` | bugs of `tests/workers/agents/test_pitfalls.py` whose tests pass, of 15 | 15 |
 | `contained` | attacks of `tests/workers/attacks.py` that fail to leave the sandbox, of 12 | 12 |
 | `sandbox_start_ms` | milliseconds from a new sandbox to the end of `true` in it, median of 20 | none |
 | `sandbox_run_ms` | milliseconds of another `true` in the same sandbox, median of 20 | none |
@@ -23,8 +27,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "agents"), str(HERE)]
-FIGURES = ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied")
-PARTS = {"contained": "contained", "embodied": "embodied"}
+FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
+FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied")
+PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied")}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 

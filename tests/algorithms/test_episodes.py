@@ -109,6 +109,7 @@ def test_filters_and_metrics_do_not_depend_on_the_number_of_rows(seed: int):
     assert {n: m.value for n, m in mine.items()} == {n: m.value for n, m in expected.items()}
 
 
+@pytest.mark.pitfall(14)
 def test_masked_rows_do_not_vote():
     """The example of NeMo-RL's bug: rewards 1, 1, 0, 0, and the second response is masked."""
     samples = Batch.of(

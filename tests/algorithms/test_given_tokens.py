@@ -190,6 +190,7 @@ def penalized(node: Callable[..., Batch], **others: Any) -> Batch:
     return node(token_rewards(samples, coefficient=coefficient, old="old_logprobs"))
 
 
+@pytest.mark.pitfall(10)
 @pytest.mark.parametrize("node", [critic_advantages, critic_turn_advantages, return_advantages])
 @pytest.mark.parametrize("whiten", [True, False])
 def test_a_penalty_on_given_tokens_is_never_summed_into_returns(node: Any, whiten: bool):

@@ -1,10 +1,14 @@
-"""The benchmark of agents counts attacks that fail, and only those."""
+"""The benchmark of agents counts attacks that fail, rows that are exact, and bugs whose tests pass, and
+only those."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from weft.dataflow.errors import NoSandboxError
@@ -38,3 +42,72 @@ def test_two_parts_of_environments_halve_the_time_of_an_episode(
 ):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     assert load("agents/embodied").measure() == {"embodied": [320.0, 161.0]}
+
+
+def turn(exact: ModuleType, prompt: list[int], ids: list[int]) -> Any:
+    arrays = np.array(prompt, "<i4"), np.array(ids, "<i4"), -np.array(ids, np.float32)
+    versions = np.array(ids, np.int32)
+    return exact.Sampled(*(each.tobytes() for each in (*arrays, versions)), "stop")
+
+
+def row(exact: ModuleType, prompt: list[int], response: list[int], mask: list[int], **more: Any) -> Any:
+    """A row whose sampled tokens are above 2, with the log-probabilities and versions of `turn`."""
+    ids = [np.array(each, "<i4").tobytes() for each in (prompt, response)]
+    logprobs = [-each if each > 2 else 0 for each in response]
+    after = [next(k for k in response[at:] if k > 2) for at in range(len(response))]
+    arrays = np.array(mask, np.uint8), np.array(logprobs, np.float32), np.array(after, np.int32)
+    made = exact.Row(*ids, *arrays, [2, 4], "stop")
+    return dataclasses.replace(made, **more)
+
+
+def test_rows_that_differ_from_the_engines_log_are_not_exact(load: Callable[[str], ModuleType]):
+    exact = load("agents/exact")
+    start = [1, 2]
+    first, second, branch = (
+        turn(exact, start, [3, 4]),
+        turn(exact, [*start, 3, 4, 1], [5]),
+        turn(exact, [*start, 3, 4, 2], [6]),
+    )
+    turns = [first, second, branch]
+    main = row(exact, start, [3, 4, 1, 5], [1, 1, 0, 1])
+    other = row(exact, start, [3, 4, 2, 6], [0, 0, 0, 1], turn_ends=[4])
+
+    def found(*rows: Any) -> list[str]:
+        return [*exact.problems(rows, turns)]
+
+    assert found(main, other) == []
+    wrong = {
+        "a row is missing": [main],
+        "a turn is trained twice": [main, dataclasses.replace(other, mask=main.mask, turn_ends=[2, 4])],
+        "a given token is trained": [dataclasses.replace(main, mask=np.ones(4, np.uint8)), other],
+        "a token is another one": [row(exact, start, [3, 7, 1, 5], [1, 1, 0, 1]), other],
+        "a given token is another one": [row(exact, start, [3, 4, 2, 5], [1, 1, 0, 1]), other],
+        "the prompt is longer": [row(exact, [1, 2, 3, 4, 1], [5], [1], turn_ends=[1]), other],
+        "a row ends early": [row(exact, start, [3, 4], [1, 1], turn_ends=[2]), main, other],
+        "an end is missing": [dataclasses.replace(main, turn_ends=[4]), other],
+        "versions are moved": [dataclasses.replace(main, versions=np.roll(main.versions, 1)), other],
+        "it ends in another way": [dataclasses.replace(main, finish_reason="length"), other],
+    }
+    assert {what: bool(found(*rows)) for what, rows in wrong.items()} == dict.fromkeys(wrong, True)
+
+
+@pytest.mark.thorough
+def test_a_pitfall_counts_if_all_of_its_tests_pass(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    pitfalls, file = load("agents/pitfalls"), tmp_path / "test_some.py"
+    body = {1: "pass", 2: "pass", 3: "pytest.skip()", 4: "assert False"}
+    tests = [
+        f"@pytest.mark.pitfall({number})\ndef test_{number}(): {text}" for number, text in body.items()
+    ]
+    file.write_text(
+        "\n".join(["import pytest", *tests, tests[3].replace("(4)", "(2)").replace("_4", "_5")])
+    )
+    monkeypatch.setattr(pitfalls, "TESTS", (str(file),))
+    assert pitfalls.measure() == {"pitfalls": 1}
+
+
+@pytest.mark.thorough
+def test_random_conversations_are_exact(load: Callable[[str], ModuleType]):
+    found = load("agents/exact").measure(conversations=20, gap_conversations=5)
+    assert found["exact"] == 1 and found["retokenised"] == 0 and found["max_logprob_gap"] <= 5e-4

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 from toy import ToyActor, ToyRollout, prompts
 
 from weft.algorithms.advantages import group_advantages, group_centred
@@ -89,6 +90,7 @@ def noted(
     return sorted((id % 10, mask, advantages) for id, mask, advantages in found)
 
 
+@pytest.mark.pitfall(10)
 def test_masks_and_advantages_of_episodes_reach_the_update(tmp_path: Path):
     # Rewards 1, 0 and 1: the mean is 2/3. The masked episode does not vote.
     up, down = 1 - 2 / 3, -2 / 3

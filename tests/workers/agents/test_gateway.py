@@ -101,6 +101,7 @@ def test_a_client_that_hangs_up_and_asks_again_gets_the_same_turn(tmp_path: Path
     serve(tmp_path, harness, main)
 
 
+@pytest.mark.pitfall(15)
 def test_a_key_of_an_earlier_attempt_is_refused(tmp_path: Path):
     urls: list[str] = []
     codes: list[int] = []
@@ -114,7 +115,7 @@ def test_a_key_of_an_earlier_attempt_is_refused(tmp_path: Path):
         if len(urls) == 1:
             raise RuntimeError("a broken tool")
         async with chat(base_url) as client:
-            await ask(client, messages)
+            await ask(client, [{"role": "user", "content": "again"}])
         return 1.0
 
     async def main(served: Served) -> None:
@@ -123,6 +124,9 @@ def test_a_key_of_an_earlier_attempt_is_refused(tmp_path: Path):
         ended = await rank.outcome(1)
         assert (ended.result, ended.turns) == ({"reward": 1.0}, 1)
         assert codes == [200, 401] and urls[0] != urls[1]
+        (row,) = ended.rows
+        prompt = served.renderer.decode(row.prompt_ids.tolist())
+        assert prompt == "<user> again <end> <assistant>", "the rows are those of the last attempt"
 
     serve(tmp_path, harness, main)
 

@@ -120,6 +120,7 @@ def test_a_command_reads_its_row_and_writes_its_reward(tmp_path: Path):
     assert results == [{"reward": 0.5, "steps": 3}, {"reward": 1.0, "steps": 1}]
 
 
+@pytest.mark.pitfall(12)
 @pytest.mark.parametrize(
     ("row", "kind", "said"),
     [
@@ -135,7 +136,6 @@ def test_a_command_reads_its_row_and_writes_its_reward(tmp_path: Path):
 def test_a_command_without_a_verdict_is_not_scored_zero(
     command: Rig, row: Any, kind: type[EpisodeFailure], said: str
 ):
-    """Pitfall 12: a missing or broken reward file."""
     [failure] = command.run(row)
     assert isinstance(failure, EpisodeFailure) and not failure.scored
     assert type(failure) is kind and said in str(failure)
@@ -148,8 +148,9 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Any:
     rig.close()
 
 
+@pytest.mark.pitfall(11)
 def test_a_command_that_is_cut_off_is_late_even_if_it_wrote_a_reward(tmp_path: Path):
-    """Pitfall 11: a pipe hides the exit code, and the reward file is there."""
+    """A pipe hides the exit code, and the reward file is there."""
     ask = "import os; from agents.odd_harness import ask; ask(os.environ['OPENAI_BASE_URL'], 'key')"
     script = tmp_path / "agent.sh"
     script.write_text(f'echo 1.0 > "$WEFT_REWARD"\n"{sys.executable}" -c "{ask}"\nsleep 3600 | cat\n')

@@ -1,5 +1,7 @@
 """Messages are compared as harnesses may change them, and handed to templates whole."""
 
+import pytest
+
 from weft.workers.agents.messages import Message, ToolCall
 from weft.workers.agents.protocol_fields import read_arguments
 
@@ -43,8 +45,8 @@ def test_a_tools_name_counts_and_its_call_id_does_not():
     assert result.identity != Message("tool", "a.py", name="dir", tool_call_id="call00001").identity
 
 
+@pytest.mark.pitfall(5)
 def test_templates_receive_the_arguments_of_calls_in_the_history():
-    """Pitfall 5: tool calls in the history were emptied before rendering."""
     assert SAMPLED.as_template() == {
         "role": "assistant",
         "content": "\n\nI list the files. ",

@@ -410,6 +410,7 @@ CALL = st.builds(ToolCall, TEXTS.filter(bool), OBJECTS, st.just("call00009"))
 SAMPLED = st.builds(Message, st.just("assistant"), TEXTS, st.lists(CALL, max_size=2).map(tuple), TEXTS)
 
 
+@pytest.mark.pitfall(5)
 @settings(max_examples=25, deadline=None)
 @given(SAMPLED)
 def test_a_turn_that_is_sent_back_is_the_sampled_turn(message: Message):
@@ -429,7 +430,7 @@ def test_a_turn_that_is_sent_back_is_the_sampled_turn(message: Message):
     found.append(back(MESSAGES, messages=[USER, sent, USER]))
     assert all(message.identity == one.identity for one in found)
     assert all(message.reasoning == one.reasoning for one in found)
-    for one in found:  # pitfall 5: calls in the history keep their arguments
+    for one in found:
         assert [call["function"]["arguments"] for call in one.as_template().get("tool_calls", ())] == [
             call.arguments for call in message.tool_calls
         ]

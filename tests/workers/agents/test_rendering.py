@@ -106,9 +106,10 @@ def test_a_user_continues_an_answer(load: Load, family: str):
     assert tail == ids_of(renderer, expected)
 
 
+@pytest.mark.pitfall(5)
 @families
 def test_a_tool_continues_a_call(load: Load, family: str):
-    """Pitfall 5: the call in the history reaches the template, which refuses a result without one."""
+    """The call in the history reaches the template, which refuses a result without one."""
     renderer, (_, turn), (_, expected) = load(family), TURNS[family], TAILS[family]
     conversation = Conversation((USER,), () if family in ("mistral", "ends once") else (ADD,))
     ids = ids_of(renderer, turn)
@@ -120,18 +121,20 @@ def test_a_tool_continues_a_call(load: Load, family: str):
     assert tail == ids_of(renderer, expected)
 
 
+@pytest.mark.pitfall(6)
 @families
 def test_a_turn_that_was_cut_off_is_closed_first(load: Load, family: str):
-    """Pitfall 6: the token that ends a turn may be missing, or come only after the last turn."""
+    """The token that ends a turn may be missing, or come only after the last turn."""
     renderer, (expected, _) = load(family), TAILS[family]
     cut = Message("assistant", "It is")
     tail = renderer.tail(Conversation((USER, cut, AGAIN)), 2, ids_of(renderer, " is")[-1])
     assert renderer.decode(tail) == CLOSERS.get(family, "") + expected
 
 
+@pytest.mark.pitfall(1)
 @families
 def test_tails_do_not_depend_on_the_turns_before(load: Load, family: str):
-    """Pitfall 1: a template that leaves out earlier thinking changes what it rendered before."""
+    """A template that leaves out earlier thinking changes what it rendered before."""
     renderer, (turn, call), (expected, after_tool) = load(family), TURNS[family], TAILS[family]
     first = replace(renderer.parse(ids_of(renderer, turn), Conversation((USER,))), reasoning="Easy.")
     talk = (USER, first, AGAIN, replace(first, content="Yes."), USER)
@@ -259,8 +262,9 @@ def test_all_tokens_that_end_a_turn_are_left_out_after_a_stop_token(load: Load):
     assert renderer.decode(cut) == "<|end|><|im_end|>" + shown
 
 
+@pytest.mark.pitfall(5)
 def test_templates_that_want_null_and_arguments_as_text_get_them(load: Load):
-    """Pitfall 5: DeepSeek's templates drop calls next to an empty text."""
+    """DeepSeek's templates drop calls next to an empty text."""
     renderer = load("nulls")
     longer = Conversation((USER, Message("assistant", "", (CALL,)), RESULT), (ADD,))
     text = '[INST]What is 1 + 2?[/INST][TOOL_CALLS]add{"a": 1, "b": 2}</s>[INST]3[/INST]'
@@ -369,9 +373,9 @@ def test_thinking_content_and_calls_are_told_apart(load: Load, family: str):
     assert called.content == ("I add." if family.startswith("qwen") else "")
 
 
+@pytest.mark.pitfall(7)
 @pytest.mark.parametrize("family", TURNS)
 def test_special_tokens_are_ids_and_never_text(load: Load, family: str):
-    """Pitfall 7: special tokens were skipped in the text, but not in the ids."""
     renderer = load(family)
     special = FAMILIES[family].special[0]
     for turn in TURNS[family]:

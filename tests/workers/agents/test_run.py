@@ -16,7 +16,6 @@ import pytest
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
-from weft.workers.agents.failures import Discarded
 from weft.workers.agents.harness import Function, as_harness
 from weft.workers.agents.link import Ended
 from weft.workers.agents.serving import EpisodeCall
@@ -128,17 +127,16 @@ def test_seeds_do_not_depend_on_what_was_made_before(tmp_path: Path):
     serve(tmp_path, harness, main)
 
 
-def test_a_dropped_episode_leaves_a_smaller_group(tmp_path: Path):
+@pytest.mark.pitfall(13)
+def test_a_discarded_episode_leaves_a_smaller_group(tmp_path: Path):
     tries: list[str] = []
 
-    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float | None:
         tries.append(row["task"])
         is_second = len(tries) == 2
         async with chat(base_url) as client:
             await ask(client, [{"role": "user", "content": row["task"]}])
-        if is_second:
-            raise Discarded("not this one")
-        return 1.0
+        return None if is_second else 1.0
 
     async def main(served: Served) -> None:
         worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")

@@ -96,8 +96,8 @@ def test_half_a_character_in_a_result_becomes_one_that_columns_can_hold(tmp_path
     assert found == {"reward": 1.0, "note": "a\ufffd"}
 
 
+@pytest.mark.pitfall(13)
 def test_none_discards_the_episode(rig: Rig):
-    """Pitfall 13."""
     [failure] = rig.run({"does": "return", "value": None})
     assert isinstance(failure, Discarded) and not failure.scored and not failure.retried
 
@@ -118,6 +118,7 @@ def test_the_harness_runs_on_a_main_thread_so_graders_may_set_signal_handlers(ri
 # Failures
 
 
+@pytest.mark.pitfall(12)
 @pytest.mark.parametrize(
     ("does", "kind", "said"),
     [
@@ -133,7 +134,7 @@ def test_the_harness_runs_on_a_main_thread_so_graders_may_set_signal_handlers(ri
 def test_a_harness_that_fails_is_run_again_and_not_scored_zero(
     rig: Rig, does: str, kind: type[EpisodeFailure], said: str
 ):
-    """Pitfall 12: an exception, in grading or elsewhere, gives no reward."""
+    """An exception, in grading or elsewhere, gives no reward."""
     failure, other = rig.run({"does": does}, {"does": "return", "value": 1})
     assert isinstance(failure, EpisodeFailure) and not failure.scored and failure.retried
     assert type(failure) is kind and said in str(failure)
@@ -257,7 +258,6 @@ def test_if_the_fork_server_dies_its_episodes_fail_and_the_next_ones_get_another
 
 @pytest.mark.parametrize("does", ["hang", "busy_loop", "hold_the_interpreter"])
 def test_of_episodes_side_by_side_only_the_one_that_never_returns_is_late(tmp_path: Path, does: str):
-    """Pitfall 11: an episode that is cut off is reported as late."""
     rig = rig_with(tmp_path, turn_deadline_s=0.3)  # waited out
     rows = [{"does": "return", "value": at} for at in range(4)]
     late, *others = rig.run({"does": does, "turns": 1}, *rows)

@@ -90,6 +90,7 @@ def test_a_turn_without_a_stop_token_is_closed_by_given_tokens():
     assert talk.texts()[0][1] == "1 2 3 [<end>] [<user>] [go] [on] [<end>] [<assistant>] 4 <end>"
 
 
+@pytest.mark.pitfall(1)
 def test_a_template_that_strips_earlier_thinking_changes_no_token():
     talk = Talk()
     so_far = talk.say([user("a")], "think b")
@@ -103,6 +104,7 @@ def test_a_template_that_strips_earlier_thinking_changes_no_token():
     assert talk.session.retokenised == 0
 
 
+@pytest.mark.pitfall(8)
 def test_a_sub_agent_has_its_own_row_and_does_not_count_as_retokenised():
     talk = Talk()
     main = talk.say([user("plan")], "ask helper")
@@ -128,13 +130,17 @@ def test_branches_train_their_common_turn_once():
     assert [row.turn_ends.tolist() for row in talk.session.rows()] == [[2, 8], [8]]
 
 
+@pytest.mark.pitfall(9)
 def test_a_changed_history_starts_a_row_and_is_counted():
     talk = Talk()
     so_far = talk.say([user("a")], "b")
     so_far = talk.say([*so_far, user("c")], "d")
     compacted = [user("summary"), so_far[-1], user("e")]
     talk.say(compacted, "f")
-    assert len(talk.session.rows()) == 2
+    assert [response for _, response in talk.texts()] == [
+        "b <end> [<user>] [c] [<end>] [<assistant>] d <end>",
+        "f <end>",
+    ]
     assert talk.session.retokenised == 1
 
 
@@ -158,6 +164,30 @@ def test_messages_match_without_ids_of_calls_and_with_arguments_as_objects():
     assert sampled.identity != other.identity
 
 
+@pytest.mark.pitfall(4)
+def test_conversations_that_differ_only_at_their_beginning_are_told_apart():
+    talk = Talk()
+    talks = {start: [user(start)] for start in ("x", "y")}
+    for reply in ("a", "b", "c", "d"):
+        talks = {k: [*talk.say(each, reply), user(f"after {reply}")] for k, each in talks.items()}
+    for start in ("y", "x"):
+        talk.say(talks[start], f"last of {start}")
+    for prompt, response in talk.texts():
+        assert prompt.split()[1] == response.split()[-2]
+    assert len(talk.session.rows()) == 2 and talk.session.retokenised == 0
+
+
+@pytest.mark.pitfall(4)
+def test_a_history_is_found_again_however_many_messages_follow():
+    talk = Talk()
+    so_far = talk.say([user("a")], "b")
+    others = [message for k in range(5) for message in (user(f"u{k}"), said(f"a{k}"))]
+    talk.say([*so_far, *others, user("last")], "c")
+    (row,) = talk.session.rows()
+    assert row.mask.sum() == 4 and talk.session.retokenised == 0
+
+
+@pytest.mark.pitfall(4)
 def test_a_conversation_of_ten_turns_is_found_again_from_any_turn():
     talk = Talk()
     so_far: list[Message] = []
