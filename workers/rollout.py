@@ -419,19 +419,19 @@ class RolloutWorker(Worker):
             GatewayLost: the gateway is gone, and no other answers in time.
         """
         call = EpisodeCall(prompts, as_harness(harness), n, sampling, self._seed)
-        server = self._episodes
+        opened, server = call.opened(str(self._folder), self.max_context), self._episodes
         self._generating += 1
         try:
-            server.open(call.opened(str(self._folder), self.max_context))
+            server.open(opened)
             while call.pending:
                 server.work(EPISODE_WAIT_S)
                 self.context.advance()
-                sent = yield call.take(server.take_ended(call.pending))
+                sent = yield call.take(server.take_ended(opened))
                 if given_up := call.give_up(sent or ()):
-                    server.close(given_up)
+                    server.close(opened, given_up)
         finally:
             self._generating -= 1
-            server.close([*call.pending])
+            server.close(opened, [*call.pending])
         call.check()
 
     @remote(
