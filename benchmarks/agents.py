@@ -13,6 +13,8 @@
 | `sandbox_start_ms` | milliseconds from a new sandbox to the end of `true` in it, median of 20 | none |
 | `sandbox_run_ms` | milliseconds of another `true` in the same sandbox, median of 20 | none |
 | `embodied` | seconds of 80 steps of environments with one part and with two, on a fake clock | 320, 161 |
+| `kills` | kills of harnesses, sandboxes, gateways, rollout ranks and drivers after which a run lost or repeated no episode, of 50 | 50 |
+| `kills_s` | seconds of these runs | none |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -28,8 +30,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "agents"), str(HERE)]
 FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
-FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied")
-PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied")}
+FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied", "kills", "kills_s")
+PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills")}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 

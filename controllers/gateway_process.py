@@ -6,7 +6,9 @@ import json
 import os
 import queue
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,8 @@ LOG = "gateway.log"
 """Output of the process, in the run's `logs/`."""
 START_S = 120.0
 """[s] Longest wait for the process to be up."""
+STARTS = 3
+"""Attempts to start a process that dies meanwhile."""
 CLOSE_S = 10.0
 """[s] Longest wait for the process to end."""
 MOST_STARTS = 20
@@ -60,8 +64,14 @@ class GatewayProcess:
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = False
-        self._child = self._start()
-        threading.Thread(target=self._watch, name="weft-gateway", daemon=True).start()
+        self._scratch = Path(tempfile.mkdtemp(prefix="weft-harness-"))
+        try:
+            self._child = self._start()
+        except BaseException:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+        self._watching = threading.Thread(target=self._watch, name="weft-gateway", daemon=True)
+        self._watching.start()
 
     @property
     def address(self) -> GatewayAddress:
@@ -88,11 +98,30 @@ class GatewayProcess:
         self._child.close_input()
         self._child.wait(CLOSE_S)
         self._child.kill()
+        self._watching.join(START_S)  # it may be starting another one
         self._local.close()
         if self._remote is not None:
             self._remote.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> ChildProcess:
+        """Start the process, and wait until it is up. Start it again if it dies meanwhile."""
+        for left in reversed(range(STARTS)):
+            child, settings = self._begin()
+            try:
+                child.send(settings)
+                child.receive(START_S)
+                return child
+            except (TimeoutError, EOFError) as error:
+                child.kill()
+                if self._closed or not left or isinstance(error, TimeoutError):
+                    raise RunError(
+                        f"the gateway of the run's agents is not up ({error}); its log: {self._logs / LOG}"
+                    ) from None
+        raise AssertionError("the last attempt returns or raises")
+
+    def _begin(self) -> tuple[ChildProcess, dict[str, Any]]:
+        """Begin the process. Return it and the settings to send it."""
         sockets = [each for each in (self._local, self._remote) if each is not None]
         log = os.open(self._logs / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -110,20 +139,13 @@ class GatewayProcess:
             "key": self._key,
             "address": f"http://{LOOPBACK}:{self._local.getsockname()[1]}",
             "logs": str(self._logs),
+            "scratch": str(self._scratch),
             "descriptors": [each.fileno() for each in sockets],
         }
         if self._certificate is not None:
             settings["certificate"] = self._certificate.certificate.decode()
             settings["private_key"] = self._certificate.key.decode()
-        try:
-            child.send(settings)
-            child.receive(START_S)
-        except (TimeoutError, EOFError) as error:
-            child.kill()
-            raise RunError(
-                f"the gateway of the run's agents is not up ({error}); its log: {self._logs / LOG}"
-            ) from None
-        return child
+        return child, settings
 
     def _watch(self) -> None:
         for _ in range(MOST_STARTS):
@@ -133,6 +155,8 @@ class GatewayProcess:
             if self._closed:
                 return
             self._notes.put(f"the gateway of the run's agents ended ({ended}); it starts again")
+            for left in self._scratch.iterdir():  # the folder itself stays, readable by this user only
+                shutil.rmtree(left, ignore_errors=True)
             try:
                 self._child = self._start()
             except (OSError, RunError) as error:

@@ -151,6 +151,9 @@ class NoSuchRunError(UserError):
 class NoSandboxError(UserError):
     """No sandbox for a model's programs works on this machine. The message says why for each."""
 
+    failure: ClassVar[str] = "NoSandbox"
+    """Class of the failure if a harness raises it (`workers/agents/failures.py`)."""
+
 
 class SampleError(UserError):
     """Certain samples are invalid. The message names them; `sample_ids` lists their ids."""
@@ -278,6 +281,9 @@ class GatewayLost(GenerationError):
 
 class SandboxError(RunError):
     """A sandbox did not start, or something outside ended it. The program in it is not to blame."""
+
+    failure: ClassVar[str] = "NoSandbox"
+    """Class of the failure if a harness raises it (`workers/agents/failures.py`)."""
 
 
 class WorkerError(RunError):

@@ -447,22 +447,23 @@ class RolloutWorker(Worker):
             GatewayLost: the gateway is gone, and no other answers in time.
         """
         call = EpisodeCall(prompts, as_harness(harness), n, sampling, self._seed)
+        # The gateway finds the model as the driver does; this rank may be on another node.
+        parsers = self.config.tool_parser, self.config.reasoning_parser
+        opened = call.opened(str(self.config.model), self.max_context, *parsers)
         server = self._episodes
         self._generating += 1
         try:
-            # The gateway finds the model as the driver does; this rank may be on another node.
-            parsers = self.config.tool_parser, self.config.reasoning_parser
-            server.open(call.opened(str(self.config.model), self.max_context, *parsers))
+            server.open(opened)
             while call.pending:
                 server.work()
                 self.context.advance()
-                ended = call.take(server.take_ended(call.pending))
+                ended = call.take(server.take_ended(opened))
                 sent = yield ended or (None if server.is_sampling else IDLE)
                 if given_up := call.give_up(sent or ()):
-                    server.close(given_up)
+                    server.close(opened, given_up)
         finally:
             self._generating -= 1
-            server.close([*call.pending])
+            server.close(opened, [*call.pending])
         call.check()
 
     @remote(

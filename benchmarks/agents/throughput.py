@@ -128,9 +128,9 @@ class Setting:
         pending = {each.episode_id for each in episodes}
         tokens, made, idle_s = 0, 0, 0.0
         started = time.perf_counter()
-        self.server.open(
-            Open(self.model, self.worker.max_context, sampling, harness.plan(), tuple(episodes))
-        )
+        plan, most = harness.plan(), self.worker.max_context
+        opened = Open(self.model, most, sampling, plan, tuple(episodes))
+        self.server.open(opened)
         began: float | None = None
         while pending:
             assert time.perf_counter() - started < DEADLINE_S, f"{len(pending)} episodes did not end"
@@ -143,14 +143,14 @@ class Setting:
                 began = before
             if began is not None and not was_sampling:
                 idle_s += time.perf_counter() - before
-            for ended in self.server.take_ended(pending):
+            for ended in self.server.take_ended(opened):
                 assert not ended.failure, ended.failure
                 assert ended.retokenised == 0
                 pending.discard(ended.episode_id)
                 made += ended.turns
                 tokens += sum(int(row.mask.sum()) for row in ended.rows)
         seconds = time.perf_counter() - started
-        self.server.close(())
+        self.server.close(opened, ())
         since = time.perf_counter() - (began or started)
         return tokens / seconds, idle_s / since, made
 

@@ -239,18 +239,18 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def wrong_steps(run: Path) -> int:
+def wrong_steps(run: Path, steps: int = STEPS) -> int:
     """Return the number of steps in the log without exactly one update."""
     wrong = updates = step = 0
     if not (run / BUFFER / LOG).exists():
-        return STEPS
+        return steps
     for record in LogReader(run / BUFFER / LOG):
         if record["do"] == "note" and record["key"] == "version/actor":
             updates += 1
         elif record["do"] == "note" and record["key"] == "step":
             wrong += updates != 1 or record["value"] != step + 1
             updates, step = 0, record["value"]
-    return wrong + abs(STEPS - step)
+    return wrong + abs(steps - step)
 
 
 def faults(run: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run of `killed_run.py` seen from outside: processes, steps and output."""
+"""A run seen from outside: processes, steps and output."""
 
 from __future__ import annotations
 
@@ -29,19 +29,33 @@ RANKS = frozenset({"actor_0", "actor_1", "rollout_0", "rollout_1", "reward_0"})
 
 class RunProcess:
     """A run in a separate session, with its output in a file. Leaving the `with` ends its
-    processes."""
+    processes.
 
-    def __init__(self, root: Path, name: str, *settings: str) -> None:
+    Args:
+        root: folder for run directories and temporary files.
+        program: takes the arguments `--root` and `--name`, besides `settings`.
+        stuck_s: [s] longest wait for progress.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        *settings: str,
+        program: Path = PROGRAM,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._stuck_s = stuck_s
         self.path = root / name
         self.log = self.path / "buffer" / LOG
         self._printed = root / f"{name}.out"
         # One thread per process, as in Ray's workers. Otherwise one process would take all cores
         # for tiny tensors.
-        path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "TMPDIR": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        command = [sys.executable, str(PROGRAM), "--root", str(root), "--name", name, *settings]
-        with self._printed.open("wb") as file:
-            self._driver = psutil.Popen(
+        command = [sys.executable, str(program), "--root", str(root), "--name", name, *settings]
+        with self._printed.open("ab") as file:
+            self.driver = psutil.Popen(
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -56,9 +70,9 @@ class RunProcess:
     def __exit__(self, *_: object) -> None:
         """Kill the driver if needed; its reaper then ends the rest of the run."""
         ranks = self.ranks().values()
-        if self._driver.poll() is None:
+        if self.driver.poll() is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._driver.pid, signal.SIGKILL)
+                os.killpg(self.driver.pid, signal.SIGKILL)
             self.finish()
         for process in psutil.wait_procs(ranks, timeout=30)[1]:
             process.kill()
@@ -90,15 +104,15 @@ class RunProcess:
 
     def wait(self, until: Callable[[], bool], poll_s: float = POLL_S) -> None:
         """Wait for a condition. Raises RuntimeError if the run has ended, or made no progress for
-        STUCK_S."""
+        `stuck_s`."""
         began = time.monotonic()
         while not until():
-            stuck = time.monotonic() - began > STUCK_S
-            if stuck or self._driver.poll() is not None:
+            stuck = time.monotonic() - began > self._stuck_s
+            if stuck or self.driver.poll() is not None:
                 what = (
-                    f"did not go on for {STUCK_S:.0f} s"
+                    f"did not go on for {self._stuck_s:.0f} s"
                     if stuck
-                    else f"ended with {self._driver.poll()}"
+                    else f"ended with {self.driver.poll()}"
                 )
                 raise RuntimeError(
                     f"{self.path.name} {what}; the end of its output:\n{self.output[-3000:]}"
@@ -121,4 +135,4 @@ class RunProcess:
 
     def finish(self) -> int:
         """Wait for the end of the run, and return its exit code."""
-        return self._driver.wait(STUCK_S)
+        return self.driver.wait(self._stuck_s)

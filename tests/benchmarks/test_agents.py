@@ -37,6 +37,67 @@ def test_an_attack_that_succeeds_does_not_count(
     sys.modules.pop("contained")
 
 
+def published_step(killed_agents: ModuleType) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of a step, and what their attempts have seen. Each turn has two tokens, and each
+    result is a token as well."""
+    rows: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
+    for episode in range(killed_agents.PROMPTS * killed_agents.EPISODES):
+        group, turns = episode % killed_agents.PROMPTS, killed_agents.TURNS
+        logprobs = [[-1.0 - episode, -0.5 - turn] for turn in range(turns)]
+        columns = {"response_ids": [], "response_logprobs": [], "response_mask": []}
+        for turn in range(turns):
+            given = [] if turn == 0 else [100 + turn]
+            columns["response_ids"] += [*given, 1, 2]
+            columns["response_logprobs"] += [*(0.0 for _ in given), *logprobs[turn]]
+            columns["response_mask"] += [*(0 for _ in given), 1, 1]
+        mask = columns["response_mask"]
+        row = {"sample_id": episode, "episode_id": 90 + episode, "group_id": group, "step": 1}
+        row |= {"prompt": f"<user>Question {group}?", "reward": 0.5, "episode_rows": 1}
+        row |= {"turn_ends": [2 + 3 * turn for turn in range(turns)], "episode_tokens": sum(mask)}
+        rows.append({**row, **columns, "response_versions": [0] * len(mask)})
+        results = [str(100 + turn) for turn in range(1, turns)]
+        question = f"Question {group}?"
+        seen.append({"question": question, "logprobs": logprobs, "results": results, "reward": 0.5})
+    return rows, seen
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: None, ""),
+        (lambda rows: rows.pop(), "episodes per prompt"),
+        (lambda rows: rows.append(rows[0]), "more than once"),
+        (lambda rows: rows[0].update(episode_id=rows[1]["episode_id"]), "more than once"),
+        (lambda rows: rows[0].update(step=2), "steps [2] have no rows, or do not exist"),
+        (lambda rows: rows[0].update(group_id=rows[1]["group_id"]), "has the prompts"),
+        (lambda rows: rows[0].update(reward=0.25), "no attempt has seen it with its reward"),
+        (lambda rows: rows[0]["response_logprobs"].__setitem__(0, -9.0), "no attempt has seen"),
+        (lambda rows: rows[0]["response_mask"].__setitem__(0, 0), "trained tokens, not"),
+        (lambda rows: rows[0]["response_mask"].__setitem__(2, 1), "do not match its turns"),
+        (lambda rows: rows[0]["response_ids"].__setitem__(2, 7), "are not the results"),
+        (lambda rows: rows[0]["response_versions"].__setitem__(0, 1), "versions of a turn decrease"),
+        (lambda rows: rows[0]["turn_ends"].pop(), "its turns end at"),
+        (lambda rows: rows[0]["response_versions"].pop(), "columns have different lengths"),
+    ],
+)
+def test_a_lost_repeated_or_changed_episode_is_a_fault(
+    load: Callable[[str], ModuleType], change: Callable[[list[dict[str, Any]]], object], said: str
+):
+    published, killed_agents = load("agents/published"), load("agents/killed_agents")
+    rows, seen = published_step(killed_agents)
+    change(rows)
+    found = published.faults_of_rows(rows, seen, 1, 0, lambda ids: " ".join(map(str, ids)))
+    assert (said in "\n".join(found)) if said else not found
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_kills_of_all_kinds_in_one_run_lose_and_repeat_no_episode(load: Callable[[str], ModuleType]):
+    kills = load("agents/kills")
+    assert kills.measure(seed=1, runs=1)["kills"] == len(kills.KINDS)
+
+
 def test_two_parts_of_environments_halve_the_time_of_an_episode(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ):

@@ -12,6 +12,7 @@ it is imported. Clusters that Weft starts itself keep Ray's own workers: `test_s
 `test_checkpoints.py` and the examples.
 """
 
+import importlib
 import json
 import os
 import select
@@ -19,13 +20,15 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 
 LENGTH = struct.Struct("!I")
 IDLE_S = 60
 """[s] How long a server waits for the next connection."""
 
 
-def main() -> None:
+def main(*modules: str) -> None:
+    """Run a worker. The server imports these modules too."""
     raylet = int(os.environ["RAY_RAYLET_PID"])
     address = f"\0weft-tests-{raylet}-{os.environ['RAY_JOB_ID']}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -37,7 +40,7 @@ def main() -> None:
             listener.listen(64)
             first = True
         if first and not os.fork():
-            if (connection := serve(listener, raylet)) is not None:
+            if (connection := serve(listener, raylet, modules)) is not None:
                 become_worker(connection)
             return
     hand_over(address)
@@ -53,7 +56,7 @@ def hand_over(address: str) -> None:
         server.recv(1)
 
 
-def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
+def serve(listener: socket.socket, raylet: int, modules: Iterable[str]) -> socket.socket | None:
     """Fork processes until the raylet is gone or no connection comes for IDLE_S.
 
     Returns:
@@ -70,6 +73,8 @@ def serve(listener: socket.socket, raylet: int) -> socket.socket | None:
     import weft.controllers.backends.rank
     import weft.workers.function  # noqa: F401
 
+    for name in modules:
+        importlib.import_module(name)
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     gc.freeze()
     gc.enable()

@@ -6,9 +6,11 @@ import http.client
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from weft.algorithms.sampling import Sampling
@@ -53,6 +55,53 @@ def test_a_gateway_that_dies_starts_again_at_the_same_address(tmp_path: Path):
         gateway.close()
     with pytest.raises(ProcessLookupError):
         os.kill(gateway.pid, 0)
+
+
+def test_a_gateway_that_dies_while_it_starts_is_started_again(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path)
+    try:
+        before = gateway.pid
+        os.kill(before, signal.SIGKILL)
+        by = time.monotonic() + DEADLINE_S
+        while not (
+            after := [p for p in psutil.Process().children() if is_gateway(p) and p.pid != before]
+        ):
+            assert time.monotonic() < by
+            time.sleep(0.001)
+        after[0].kill()
+        Link(gateway.address, Hello("rollout", 0, 8)).close()
+        assert gateway.pid not in (before, after[0].pid)
+    finally:
+        gateway.close()
+
+
+def is_gateway(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "weft.workers.agents.gateway" in process.cmdline()
+    return False
+
+
+def test_a_gateway_that_is_killed_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    gateway = GatewayProcess(tmp_path)
+    try:
+        [folder] = scratch.iterdir()
+        (folder / "of an episode").mkdir()
+        os.kill(gateway.pid, signal.SIGKILL)
+        wait_for_note(gateway, "starts again")
+        by = time.monotonic() + DEADLINE_S
+        while left := [path.name for path in scratch.glob("*/*")]:
+            assert time.monotonic() < by, left
+            time.sleep(0.05)
+        link = Link(gateway.address, Hello("rollout", 0, 8))  # it is up again
+        link.close()
+        os.kill(gateway.pid, signal.SIGKILL)
+    finally:
+        gateway.close()
+    assert not [*scratch.iterdir()]
 
 
 def test_ranks_on_other_nodes_connect_by_tls_with_the_key(tmp_path: Path):

@@ -105,7 +105,7 @@ class HarnessDied(EpisodeFailure):
 
 
 class NoSandbox(EpisodeFailure):
-    """The sandbox of an episode could not be started."""
+    """The sandbox of an episode could not be started, or something outside ended it."""
 
     where = "sandbox"
 

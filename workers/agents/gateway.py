@@ -9,7 +9,8 @@
   reaches a later one.
 - A replica that dies loses only the turns that it was sampling (`replicas.py`).
 - An episode belongs to the rank that has leased its prompt. If that rank dies, the episode goes on,
-  and the next rank that opens it joins it.
+  and the next rank that opens it joins it. A rank that has lost its lease may not know it yet, so an
+  episode ends for all ranks that have opened it, and is dropped when the last of them gives it up.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ from .replicas import AskedTurn, Replica, Replicas, records_of, send
 from .runner import EpisodeRunner, is_reward
 from .sessions import Session, Turn
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 ATTEMPTS = 3
@@ -106,7 +108,8 @@ class _Episode:
     request: EpisodeRequest
     opened: Open
     group: str
-    owner: Replica | None
+    owners: set[Replica]
+    """The ranks that have opened the episode."""
     key: str = ""
     session: Session | None = None
     asked: dict[Turn, AskedTurn] = field(default_factory=dict[Turn, AskedTurn])
@@ -118,7 +121,7 @@ class _Episode:
     task: asyncio.Task[None] | None = None
     outcome: Ended | None = None
     lost: int = 0
-    """Number of owners that have died."""
+    """How often the last owner has died."""
 
 
 class Gateway:
@@ -128,6 +131,7 @@ class Gateway:
         key: secret of the run, for its ranks.
         address: base of the URLs that harnesses get: `http://host:port`.
         logs: folder for the output of harnesses.
+        scratch: folder for the files of episodes; `close` removes it.
         note: tells the driver a line.
         ask: asks the driver to look after the ranks of a group.
         load: makes a renderer for a model and the names of its parsers.
@@ -139,6 +143,7 @@ class Gateway:
         key: str,
         address: str,
         logs: Path,
+        scratch: Path,
         note: Callable[[str], None],
         ask: Callable[[str], None] = lambda group: None,
         load: Callable[[str, str, str], Renderer] = Renderer.load,
@@ -146,7 +151,7 @@ class Gateway:
     ) -> None:
         self._load, self._start, self._ask = load, start or _started, ask
         self._key, self._address, self._logs, self._note = key, address, logs, note
-        self._scratch = Path(tempfile.mkdtemp(prefix="weft-harness-"))
+        self._scratch = scratch
         self._replicas = Replicas()
         self._episodes: dict[int, _Episode] = {}
         self._by_key: dict[str, _Episode] = {}
@@ -180,8 +185,8 @@ class Gateway:
             if episode.task is not None:
                 episode.task.cancel()
         for runner in self._runners.values():
-            runner.cancel()  # if it is loading
-            with contextlib.suppress(UserError, asyncio.CancelledError):
+            runner.cancel()  # if it is still starting
+            with contextlib.suppress(Exception, asyncio.CancelledError):
                 await (await runner).close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -230,21 +235,22 @@ class Gateway:
                 await self._open(replica, record, request)
         elif isinstance(record, Close):
             for episode_id in record.episode_ids:
-                await self._drop_episode(episode_id)
+                await self._give_up(replica, episode_id)
         elif isinstance(record, Rest):
             await self._replicas.rest(replica)
 
     async def _lose(self, replica: Replica) -> None:
         """Keep the episodes of a rank that is gone, until another one joins them."""
         for episode in list(self._episodes.values()):
-            if episode.owner is replica:
-                episode.owner, episode.lost = None, episode.lost + 1
+            if episode.owners == {replica}:
+                episode.lost += 1
                 asyncio.get_running_loop().call_later(REJOIN_S, self._expire, episode, episode.lost)
+            episode.owners.discard(replica)
         await self._replicas.remove(replica)
 
     def _expire(self, episode: _Episode, lost: int) -> None:
-        """Drop an episode that no rank has joined since it lost this owner."""
-        alone = episode.owner is None and episode.lost == lost
+        """Drop an episode that no rank has joined since it lost its last owner."""
+        alone = not episode.owners and episode.lost == lost
         if alone and self._episodes.get(episode.request.episode_id) is episode:
             self._keep(self._drop_episode(episode.request.episode_id))
 
@@ -253,10 +259,10 @@ class Gateway:
     async def _open(self, replica: Replica, opened: Open, request: EpisodeRequest) -> None:
         episode = self._episodes.get(request.episode_id)
         if episode is None:
-            episode = _Episode(request, opened, replica.hello.group, replica)
+            episode = _Episode(request, opened, replica.hello.group, {replica})
             self._episodes[request.episode_id] = episode
             episode.task = asyncio.create_task(self._carry_out(episode))
-        episode.owner = replica
+        episode.owners.add(replica)
         if episode.outcome is not None:
             await self._report(episode)
 
@@ -324,10 +330,18 @@ class Gateway:
             await self._abort(episode, turn)
 
     async def _report(self, episode: _Episode) -> None:
-        owner, outcome = episode.owner, episode.outcome
-        # If the owner is gone, the next one gets it.
-        if owner is not None and outcome is not None and await send(owner.socket, outcome):
-            self._episodes.pop(episode.request.episode_id, None)
+        """Tell all owners how an episode has ended. If they are gone, the next one gets to know it."""
+        for owner in list(episode.owners):
+            if episode.outcome is not None and await send(owner.socket, episode.outcome):
+                self._episodes.pop(episode.request.episode_id, None)
+
+    async def _give_up(self, replica: Replica, episode_id: int) -> None:
+        """Drop an episode, unless another rank has opened it too."""
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            episode.owners.discard(replica)
+            if not episode.owners:
+                await self._drop_episode(episode_id)
 
     async def _drop_episode(self, episode_id: int) -> None:
         episode = self._episodes.pop(episode_id, None)
@@ -656,7 +670,7 @@ async def _broken(request: Request, error: Exception) -> Reply:
     return JSONResponse({"error": {"message": cut(said, SHOWN), "type": "server_error"}}, 500)
 
 
-async def _once(made: dict[str, asyncio.Future[T]], key: str, make: Callable[[], Awaitable[T]]) -> T:
+async def _once(made: dict[K, asyncio.Future[T]], key: K, make: Callable[[], Awaitable[T]]) -> T:
     """Return what the first caller has made. Callers that are cancelled harm no others, and errors that
     the user cannot fix are not kept."""
     if key not in made:
@@ -687,7 +701,8 @@ async def _serve(settings: Mapping[str, Any]) -> None:
     def ask(group: str) -> None:
         print(json.dumps({"ask": group}), flush=True)
 
-    gateway = Gateway(settings["key"], settings["address"], Path(settings["logs"]), note, ask)
+    logs, scratch = Path(settings["logs"]), Path(settings["scratch"])
+    gateway = Gateway(settings["key"], settings["address"], logs, scratch, note, ask)
     app = gateway.app()
     servers: list[tuple[uvicorn.Server, socket.socket]] = []
     for descriptor in settings["descriptors"]:

@@ -46,6 +46,8 @@ LINE_BYTES = 64 << 20
 """[bytes] Maximum size of a message of the fork server, which limits its parts."""
 KILL_S = 20.0
 """[s] Time limit for the end of a killed process. After it, Weft kills the processes above."""
+STARTS = 3
+"""Attempts to load a harness whose process dies meanwhile."""
 SHOWN_OUTPUT = 2000
 """[characters] The end of an episode's output that an error message shows."""
 
@@ -74,10 +76,14 @@ class EpisodeRunner:
 
     async def start(self) -> None:
         """Load the harness. Raises a UserError if that fails, so that a run can end at once."""
-        try:
-            await self._running_server()
-        except EpisodeFailure as failure:
-            raise UserError(f"harness {self._plan.title} cannot be loaded: {failure}") from None
+        for left in reversed(range(STARTS)):
+            try:
+                await self._running_server()
+                return
+            except EpisodeFailure as failure:
+                if not (left and isinstance(failure, HarnessDied)):  # it may have been killed
+                    said = f"harness {self._plan.title} cannot be loaded: {failure}"
+                    raise UserError(said) from None
 
     async def run(self, episode_key: str, row: Mapping[str, Any], *, base_url: str) -> Mapping[str, Any]:
         """Run an episode. If this is cancelled, the episode's processes are killed.
@@ -296,6 +302,8 @@ class _ForkServer:
         self._started = 0
         self._ends: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._listening: asyncio.Task[None] | None = None
+        self.has_ended = False
+        """Whether no episode can start, because the fork server has ended or cannot be reached."""
 
     @classmethod
     async def start(cls, plan: HarnessPlan, scratch: Path, log: Path) -> _ForkServer:
@@ -356,10 +364,6 @@ class _ForkServer:
             if code > 128
             else f"exit code {code}"
         )
-
-    @property
-    def has_ended(self) -> bool:
-        return self._listening is None or self._listening.done()
 
     def start_episode(
         self, key: str, row: Mapping[str, Any], base_url: str
@@ -423,6 +427,7 @@ class _ForkServer:
             end = self._ends.get(said["end"])
             if end is not None and not end.done():
                 end.set_result(said)
+        self.has_ended = True
         await self._wait()
         for end in self._ends.values():
             if not end.done():

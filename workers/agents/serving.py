@@ -69,29 +69,37 @@ class EpisodeServer:
         self._connect = connect
         self._link: Link | None = None
         self._opened: dict[int, Open] = {}
-        """Unfinished episodes, each with its own `Open`, to open them again at a new gateway."""
-        self._ended: dict[int, Ended] = {}
+        """Unfinished episode -> the last call that has opened it, as its `Open`."""
+        self._ended: list[tuple[Open, Ended]] = []
         self._turns: dict[int, int] = {}
         """Ticket in the engine -> turn at the gateway."""
 
     def open(self, opened: Open) -> None:
-        """Start episodes, or join those that another rank has begun."""
-        for request in opened.episodes:
-            self._opened[request.episode_id] = replace(opened, episodes=(request,))
+        """Start a call's episodes, or join those that another rank has begun. An earlier call on this
+        rank that has the same episodes, and has not heard yet that it is cancelled, loses them."""
+        self._opened |= dict.fromkeys((one.episode_id for one in opened.episodes), opened)
+        if self._link is not None:
+            try:
+                self._link.send(opened)
+            except GatewayLost:  # it has died since the last call
+                self._forget_link()
         if self._link is None:
             self._reconnect()  # opens them
-        else:
-            self._link.send(opened)
 
-    def take_ended(self, episode_ids: Collection[int]) -> list[Ended]:
-        """Return those of these episodes that have ended since the last call."""
-        return [self._ended.pop(id) for id in episode_ids if id in self._ended]
+    def take_ended(self, opened: Open) -> list[Ended]:
+        """Return the call's episodes that have ended since the last time."""
+        found = [ended for of, ended in self._ended if of is opened]
+        self._ended = [one for one in self._ended if one[0] is not opened]
+        return found
 
-    def close(self, episode_ids: Collection[int]) -> None:
-        """Give up episodes. Without open ones, take no further turns."""
-        given_up = [id for id in episode_ids if self._opened.pop(id, None) is not None]
-        for id in episode_ids:
-            self._ended.pop(id, None)
+    def close(self, opened: Open, episode_ids: Collection[int]) -> None:
+        """Give up episodes of a call. Without open ones of any call, take no further turns."""
+        given_up = [id for id in episode_ids if self._opened.get(id) is opened]
+        for id in given_up:
+            del self._opened[id]
+        self._ended = [
+            (of, one) for of, one in self._ended if of is not opened or one.episode_id not in episode_ids
+        ]
         try:
             if self._link is not None and given_up:
                 self._link.send(Close(tuple(given_up)))
@@ -126,8 +134,6 @@ class EpisodeServer:
 
     def _handle(self, record: Any, link: Link) -> None:
         if isinstance(record, Sample):
-            if not self._opened:  # sent before the gateway knew that this rank rests
-                return
             request = GenerationRequest(
                 record.turn, record.prompt_ids, record.seed, stop_token_ids=record.stop_token_ids
             )
@@ -142,8 +148,8 @@ class EpisodeServer:
             self._requests.abort(tickets)
             for ticket in tickets:
                 del self._turns[ticket]
-        elif isinstance(record, Ended) and self._opened.pop(record.episode_id, None) is not None:
-            self._ended[record.episode_id] = record
+        elif isinstance(record, Ended) and (opened := self._opened.pop(record.episode_id, None)):
+            self._ended.append((opened, record))
 
     def _forget_link(self) -> None:
         if self._link is not None:
@@ -158,14 +164,18 @@ class EpisodeServer:
         while self._link is None:
             try:
                 link = self._connect()
-                for opened in self._opened.values():
-                    link.send(opened)
+                for opened in {id(one): one for one in self._opened.values()}.values():
+                    left = [one for one in opened.episodes if self._is_open(one, opened)]
+                    link.send(replace(opened, episodes=tuple(left)))
                 self._link = link
             except GatewayLost:
                 if time.monotonic() > by_s:
                     raise
                 time.sleep(AGAIN_S)
         return self._link
+
+    def _is_open(self, request: EpisodeRequest, opened: Open) -> bool:
+        return self._opened.get(request.episode_id) is opened
 
 
 # One call

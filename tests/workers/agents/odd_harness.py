@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.dataflow.errors import NoSandboxError, SandboxError
 from weft.workers.agents.failures import EpisodeFailure, NoSandbox
 
 LOADED_IN = os.getpid()
@@ -146,6 +147,8 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "return_object": lambda _: object(),
     "raise": lambda _: throw(KeyError("no such tool")),
     "raise_no_sandbox": lambda _: throw(NoSandbox("the sandbox does not start")),
+    "lose_its_sandbox": lambda _: throw(SandboxError("it was ended from outside")),
+    "find_no_sandbox": lambda _: throw(NoSandboxError("none works on this machine")),
     "sys_exit": lambda _: sys.exit(3),
     "os_exit": lambda _: os._exit(0),
     "kill_itself": lambda _: os.kill(os.getpid(), signal.SIGKILL),

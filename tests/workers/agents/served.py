@@ -64,6 +64,10 @@ class Served:
         self.loaded: list[tuple[str, ...]] = []
         """Models whose renderers were loaded, with the names of their parsers."""
         self.renderer = WordRenderer()
+        self.may_load, self.may_start = threading.Event(), threading.Event()
+        """Whether the renderer can be loaded, and the harness be started."""
+        self.may_load.set()
+        self.may_start.set()
         self.function: Run
         self.tmp_path = tmp_path
         self.address: GatewayAddress
@@ -71,10 +75,12 @@ class Served:
         self.ranks: list[Rank] = []
 
     def _load(self, *names: str) -> Any:
+        assert self.may_load.wait(DEADLINE_S)
         self.loaded.append(names)
         return self.renderer
 
     async def _start(self, plan: HarnessPlan, scratch: Path, log: Path) -> Any:
+        assert await asyncio.to_thread(self.may_start.wait, DEADLINE_S)
         return HereRunner(plan, self.function)
 
     @contextlib.asynccontextmanager
@@ -90,6 +96,7 @@ class Served:
             "secret",
             base,
             self.tmp_path,
+            self.tmp_path / "scratch",
             self.notes.append,
             self.asked.append,
             load=self._load,
@@ -127,7 +134,8 @@ class Rank:
         self.server = EpisodeServer(self.engine, connect)  # pyright: ignore[reportArgumentType]
         self.paused = threading.Event()
         self.ended: dict[int, Ended] = {}
-        self._open: set[int] = set()
+        self._open: dict[int, Open] = {}
+        """Episode -> the call that has opened it."""
         self._stop = threading.Event()
         # This thread has the event loop of the gateway, and must not wait for it.
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -146,12 +154,12 @@ class Rank:
         plan = plan or Function(function=_unused).plan()
         episodes = tuple(EpisodeRequest(i, i, {"id": i, **row}) for i in ids)
         opened = Open("model", max_context, sampling, plan, episodes, most_rows)
-        self._open |= {*ids}
+        self._open |= dict.fromkeys(ids, opened)
         self._actions.put(lambda: self.server.open(opened))
 
     def give_up(self, *ids: int) -> None:
-        self._open -= {*ids}
-        self._actions.put(lambda: self.server.close(ids))
+        opened = [self._open.pop(each) for each in ids]
+        self._actions.put(lambda: self.server.close(opened[0], ids))
 
     async def outcome(self, episode: int) -> Ended:
         by = time.monotonic() + DEADLINE_S
@@ -175,11 +183,12 @@ class Rank:
                 self._actions.get()()
             if self._open and not self.paused.is_set():
                 self.server.work()
-            for ended in self.server.take_ended([*self._open]):
-                self.ended[ended.episode_id] = ended
-                self._open.discard(ended.episode_id)
-                if not self._open:
-                    self.server.close(())  # as at the end of a call
+            for opened in list(self._open.values()):
+                for ended in self.server.take_ended(opened):
+                    self.ended[ended.episode_id] = ended
+                    self._open.pop(ended.episode_id, None)
+                    if not self._open:
+                        self.server.close(opened, ())  # as at the end of a call
             time.sleep(0.001)
 
 

@@ -17,7 +17,7 @@ from weft.dataflow.errors import GenerationError
 from weft.workers.agents.harness import Function
 from weft.workers.agents.link import Abort
 
-from .served import DEADLINE_S, Served, ask, chat, serve
+from .served import DEADLINE_S, Rank, Served, ask, chat, serve
 
 
 def test_an_episode_of_two_turns_becomes_one_row(tmp_path: Path):
@@ -284,6 +284,62 @@ def test_a_rank_that_rests_gives_back_the_turns_of_other_ranks(tmp_path: Path):
         second.give_up(2)
         first.paused.clear()
         assert (await first.outcome(1)).turns == (await first.outcome(3)).turns == 1
+
+    serve(tmp_path, harness, main)
+
+
+@pytest.mark.parametrize("waits_for", ("may_load", "may_start"))
+def test_an_episode_that_is_given_up_before_it_begins_holds_up_no_other(waits_for: str, tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": "hello"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        getattr(served, waits_for).clear()
+        rank = served.rank(lambda prompt: "x")
+        episodes = served.gateway._episodes
+        rank.open(1, 2)
+        while len(episodes) < 2:
+            await asyncio.sleep(0.001)
+        rank.give_up(1)
+        while len(episodes) == 2:
+            await asyncio.sleep(0.001)
+        getattr(served, waits_for).set()
+        assert (await rank.outcome(2)).result == {"reward": 1.0}
+        rank.open(3)
+        assert (await rank.outcome(3)).result == {"reward": 1.0}
+
+    serve(tmp_path, harness, main)
+
+
+@pytest.mark.parametrize("last", ("the rank with the lease", "the rank without"))
+def test_a_rank_without_a_lease_gives_up_only_its_own_part_in_an_episode(last: str, tmp_path: Path):
+    began: set[int] = set()
+    go = asyncio.Event()
+
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        began.add(row["id"])
+        await go.wait()
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": "hello"}])
+        return 1.0
+
+    async def opened(rank: Rank, *ids: int) -> None:
+        rank.open(*ids)
+        while ids[-1] not in began:  # then the gateway knows the others too
+            await asyncio.sleep(0.001)
+
+    async def main(served: Served) -> None:
+        before, now = served.rank(lambda prompt: "x", 0), served.rank(lambda prompt: "x", 1)
+        await opened(before, 7)
+        await opened(now, 7, 8)  # the driver has given it the prompt
+        if last == "the rank without":  # for example at a new gateway
+            await opened(before, 7, 9)
+        before.give_up(7)
+        await opened(before, 10)
+        go.set()
+        assert (await now.outcome(7)).result == {"reward": 1.0}
 
     serve(tmp_path, harness, main)
 

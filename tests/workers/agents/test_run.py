@@ -168,6 +168,25 @@ def test_a_prompt_without_any_episode_fails_with_the_reason(tmp_path: Path):
     serve(tmp_path, harness, main)
 
 
+def test_a_gateway_that_dies_between_two_calls_fails_neither(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            await ask(client, [{"role": "user", "content": row["task"]}])
+        return 1.0
+
+    async def run() -> None:
+        served = Served(tmp_path)
+        served.function = harness
+        async with served.listening():
+            worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+            await asyncio.to_thread(parts_of, worker, prompts(1), 1)
+        async with served.listening(served.address.port):
+            parts = await asyncio.to_thread(parts_of, worker, prompts(2), 1)
+            assert sum(len(children.rows) for children, _ in parts) == 2
+
+    asyncio.run(run())
+
+
 def test_more_episodes_than_a_prompt_can_have_are_refused(tmp_path: Path):
     async def main(served: Served) -> None:
         worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")

@@ -124,6 +124,8 @@ def test_the_harness_runs_on_a_main_thread_so_graders_may_set_signal_handlers(ri
     [
         ("raise", HarnessRaised, "KeyError: 'no such tool'"),
         ("raise_no_sandbox", NoSandbox, "the sandbox does not start"),
+        ("lose_its_sandbox", NoSandbox, "it was ended from outside"),
+        ("find_no_sandbox", NoSandbox, "none works on this machine"),
         ("raise_another", HarnessRaised, "OutOfStock: no shop is open"),
         ("sys_exit", HarnessRaised, "SystemExit: 3"),
         ("os_exit", HarnessDied, "before it returned: exit code 0"),
@@ -251,6 +253,33 @@ def test_if_the_fork_server_dies_its_episodes_fail_and_the_next_ones_get_another
     assert isinstance(hanging, HarnessDied) and "signal 9" in str(hanging)
     assert isinstance(killing, HarnessDied) and killing.retried
     assert rig.run({"does": "return", "value": 1}) == [{"reward": 1.0}]
+
+
+@pytest.mark.thorough
+def test_an_episode_that_begins_while_dead_processes_are_cleared_away_gets_new_ones(tmp_path: Path):
+    rig = rig_with(tmp_path)
+    server = rig.runner._server
+    assert server is not None
+    guard = server._process.pid
+
+    async def begin_meanwhile() -> list[Any]:
+        hanging = asyncio.ensure_future(rig.episode("first", does="hang"))
+        while not server._ends:
+            await asyncio.sleep(0.01)
+        os.kill(guard, signal.SIGSTOP)  # it takes its time
+        [fork_server] = children_by_parent()[guard]
+        os.kill(fork_server, signal.SIGKILL)
+        while not (server._reader.at_eof() or server._reader.exception()):
+            await asyncio.sleep(0.01)
+        beginning = asyncio.ensure_future(rig.episode("second", does="return", value=1))
+        await asyncio.sleep(0.1)
+        os.kill(guard, signal.SIGCONT)
+        return await asyncio.gather(hanging, beginning)
+
+    died, second = rig.wait(begin_meanwhile())
+    rig.close()
+    assert isinstance(died, HarnessDied)
+    assert second == {"reward": 1.0}, "it does not lose an attempt for what happened before"
 
 
 # Deadlines
@@ -464,6 +493,23 @@ def test_a_harness_that_cannot_be_loaded_ends_the_run_before_its_start(
     with pytest.raises(UserError) as caught:
         asyncio.run(start())
     assert said in str(caught.value) and f"{tmp_path}/agent.py:run cannot be loaded" in str(caught.value)
+
+
+def test_a_harness_that_is_killed_while_it_is_loaded_is_loaded_again(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(f"""
+import os
+from pathlib import Path
+
+if not (there := Path({str(tmp_path / "killed")!r})).exists():
+    there.touch()
+    os.kill(os.getpid(), 9)
+
+def run(row, *, base_url, api_key):
+    return 1.0
+""")
+    rig = Rig(Function(function=f"{tmp_path}/agent.py:run"), tmp_path)
+    assert rig.run({}) == [{"reward": 1.0}]
+    rig.close()
 
 
 @pytest.mark.thorough
