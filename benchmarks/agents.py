@@ -15,6 +15,9 @@
 | `embodied` | seconds of 80 steps of environments with one part and with two, on a fake clock | 320, 161 |
 | `kills` | kills of harnesses, sandboxes, gateways, rollout ranks and drivers after which a run lost or repeated no episode, of 50 | 50 |
 | `kills_s` | seconds of these runs | none |
+| `endpoint_overhead` | tokens/s of the bare engine over the gateway's with 64 sessions, median of 5 | at most 1.1 |
+| `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |
+| `idle_share` | share of time in which the engine has no request, with slow tools in 64 sessions | at most 0.15 |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -31,7 +34,8 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "agents"), str(HERE)]
 FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
 FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied", "kills", "kills_s")
-PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills")}
+FIGURES += ("endpoint_overhead", "bare_tokens_per_s", "idle_share")
+PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills", "throughput")}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 

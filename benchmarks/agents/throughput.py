@@ -1,187 +1,287 @@
-"""Tokens per second of agents through the gateway, compared with the bare engine on the same turns, and
-the engine's idle share while tools are slow.
+"""Speed of the engine behind the gateway: beside the bare engine, and with slow tools.
 
-The rank's loop, the gateway and the harness are the real ones. A turn has a fixed number of tokens.
+- `endpoint_overhead`: 64 agents make turns through the gateway. Then the bare engine samples the same
+  turns: the same tokens between them, the same numbers of sampled tokens, and the same sampling.
+  Each session of the bare engine goes on at once, without a harness.
+- `idle_share`: 64 agents call tools that take a log-normal time, and each agent that has finished
+  makes room for another one, as in a run with more prompts than sessions. The share of time in which
+  no request runs, from the first turn to the end of the last episode.
+
+The rank, the gateway and the harness are the real ones. The engine has one half of the cores, and all
+other processes have the other half, because an engine on a GPU does not compete with them either.
 """
 
 from __future__ import annotations
 
-import asyncio
+import http.client
+import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
 SESSIONS = 64
-TURNS = 3
-TURN_TOKENS = 96
-ROUNDS = 3
-TOOL_S, TOOL_SIGMA = 0.5, 1.0
-"""[s] Median time of a tool, and the sigma of its log-normal distribution."""
+TURNS = 4
+TURN_TOKENS = (32, 96)
+"""[tokens] Smallest and largest length of a turn."""
+ROUNDS = 5
+EPISODES, TOOL_S, TOOL_SIGMA = 160, 0.5, 1.0
+"""Number of episodes for the idle share; median time of a tool in seconds, and the sigma of its
+log-normal distribution."""
 DEADLINE_S = 900.0
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-async def talk(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
-    """Harness: make some turns, each with a short message and perhaps a slow tool."""
-    import httpx
-
-    draw = random.Random(row["id"])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"number {row['id']}"}]
-    async with httpx.AsyncClient(base_url=base_url, timeout=None) as client:
-        for _ in range(row["turns"]):
-            body = {"model": "policy", "messages": messages}
-            reply = await client.post("/chat/completions", json=body)
-            messages.append(reply.raise_for_status().json()["choices"][0]["message"])
-            if row["tool_s"]:
-                await asyncio.sleep(row["tool_s"] * draw.lognormvariate(0, row["sigma"]))
-            messages.append({"role": "user", "content": "go on"})
+def talk(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
+    """Harness: make turns of given lengths, and call a tool after each."""
+    place = urlsplit(base_url)
+    connection = http.client.HTTPConnection(place.netloc, timeout=DEADLINE_S)
+    messages = [{"role": "user", "content": f"number {row['number']}"}]
+    for tokens, tool_s in zip(row["tokens"], row["tools_s"], strict=True):
+        body = json.dumps({"model": "policy", "messages": messages, "max_tokens": tokens})
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        connection.request("POST", f"{place.path}/chat/completions", body, headers)
+        reply = connection.getresponse()
+        said = json.loads(reply.read())
+        if reply.status != 200:
+            raise RuntimeError(said)
+        messages.append(said["choices"][0]["message"])
+        time.sleep(tool_s)
+        messages.append({"role": "user", "content": "go on"})
     return 1.0
 
 
-def _enlarge(folder: Path) -> None:
-    """Replace the model by one of 29 million parameters, which takes about as long for a step here as
-    a real one on a GPU."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def episodes(number: int, seed: int, tool_s: float = 0.0) -> list[dict[str, Any]]:
+    """Return the columns of prompts: lengths of turns, and times of tools."""
+    draw = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for one in range(number):
+        tokens = [draw.randint(*TURN_TOKENS) for _ in range(TURNS)]
+        tools_s = [tool_s * draw.lognormvariate(0, TOOL_SIGMA) for _ in range(TURNS)]
+        rows.append({"number": one, "tokens": tokens, "tools_s": tools_s})
+    return rows
 
-    torch.manual_seed(0)
-    size = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    config = Qwen3Config.from_pretrained(folder)
-    config.update({**size, **heads, "layer_types": None})
-    Qwen3ForCausalLM(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(folder)
+
+@dataclass(frozen=True)
+class Script:
+    """Turns of a session: token ids that were given before each, and its number of tokens."""
+
+    given: Sequence[np.ndarray]
+    tokens: Sequence[int]
+
+
+class Watched:
+    """An engine that measures how long it has no request."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.watch()
+
+    def watch(self) -> None:
+        """Measure from the next request."""
+        self._began_s = self._last_s = self._idle_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, *arguments: Any) -> int:
+        now_s = time.perf_counter()
+        if not self._began_s:
+            self._began_s = now_s
+        elif not self._engine.num_unfinished:
+            self._idle_s += now_s - self._last_s
+        return self._engine.submit(*arguments)
+
+    def step(self) -> Any:
+        found = self._engine.step()
+        self._last_s = time.perf_counter()
+        return found
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time from the first request until now, without a request at the end."""
+        now_s = time.perf_counter()
+        return (self._idle_s + now_s - self._last_s) / (now_s - self._began_s)
 
 
 class Setting:
-    """A tiny model in a rollout engine, and a gateway."""
+    """A gateway, and a rank with a small model."""
 
-    def __init__(self, folder: Path, engine: str) -> None:
-        sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+    def __init__(self, folder: Path, engine: str = "vllm") -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.cores, others = cores[: (len(cores) + 1) // 2], cores[len(cores) // 2 :]
+        os.sched_setaffinity(0, self.cores)  # before torch counts them
+        sys.path.append(str(EXAMPLES))
         import tiny_qwen3  # pyright: ignore[reportMissingImports]
 
         from weft.controllers.gateway_process import GatewayProcess
-        from weft.workers.agents.link import Hello, Link
-        from weft.workers.agents.serving import EpisodeServer
         from weft.workers.rollout import RolloutConfig, RolloutWorker
+        from weft.workers.worker import Context
 
         self.model = str(folder / "model")
         tiny_qwen3.make_model(folder / "model", ["number go on"])
         _enlarge(folder / "model")
-        self.worker = RolloutWorker(
-            RolloutConfig(model=self.model, engine=engine, max_num_seqs=SESSIONS)  # pyright: ignore[reportArgumentType]
-        )
-        self.engine: Any = self.worker.engine
+        os.sched_setaffinity(0, others)  # the gateway inherits it, and its harnesses
         self.gateway = GatewayProcess(folder)
-        address, hello = self.gateway.address, Hello("rollout", 0, SESSIONS)
+        os.sched_setaffinity(0, self.cores)
+        config = RolloutConfig(
+            model=self.model,
+            engine=engine,  # pyright: ignore[reportArgumentType]
+            max_num_seqs=SESSIONS,
+            seeded=False,
+            prefix_caching=engine == "vllm" or None,
+        )
         self._came = threading.Event()
-        self.server = EpisodeServer(self.engine, lambda: Link(address, hello, self._came.set))
-        self._ids = 0
+        context = Context(name="rollout", gateway=self.gateway.address, wake=self._came.set)
+        self.worker = RolloutWorker(config, context)
+        self.engine = Watched(self.worker.engine)
+        self.worker.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
+        self._calls = 0
 
     def close(self) -> None:
         self.gateway.close()
         self.worker.close()
 
-    def bare(self) -> float:
-        """Sample the same turns from the engine alone. Return tokens per second."""
-        from weft.algorithms.sampling import Sampling
+    def bare(self, scripts: Sequence[Script]) -> float:
+        """Sample the turns of sessions from the engine alone. Return tokens per second."""
         from weft.workers.generation.engine import GenerationRequest
 
-        sampling = Sampling(max_tokens=TURN_TOKENS, stop=None)
-        draw = np.random.default_rng(0)
-        prompts = [draw.integers(10, 200, 12).astype(np.int32) for _ in range(SESSIONS)]
-        left = dict.fromkeys(range(SESSIONS), TURNS)
-        started = time.perf_counter()
-        of = {
-            self.engine.submit(GenerationRequest(k, prompts[k], k), sampling): k for k in range(SESSIONS)
-        }
-        while of:
-            for response in self.engine.step():
-                k = of.pop(response.request_id)
-                left[k] -= 1
-                prompts[k] = np.concatenate(
-                    [prompts[k], response.token_ids, draw.integers(10, 200, 9).astype(np.int32)]
-                )
-                if left[k]:
-                    request = GenerationRequest(k, prompts[k], k)
-                    of[self.engine.submit(request, sampling)] = k
-        return SESSIONS * TURNS * TURN_TOKENS / (time.perf_counter() - started)
+        prompts = [script.given[0] for script in scripts]
+        turns = [0] * len(scripts)
+        sessions: dict[int, int] = {}
 
-    def through_gateway(self, tool_s: float = 0.0, turns: int = TURNS) -> tuple[float, float, int]:
-        """Run the turns as episodes. Return tokens per second, the engine's idle share, and the number
-        of turns."""
-        from weft.algorithms.sampling import Sampling
+        def submit(session: int) -> None:
+            sampling = _sampling(scripts[session].tokens[turns[session]])
+            request = GenerationRequest(session, prompts[session])
+            sessions[self.engine.submit(request, sampling)] = session
+
+        started_s = time.perf_counter()
+        for session in range(len(scripts)):
+            submit(session)
+        while sessions:
+            for response in self.engine.step():
+                session = sessions.pop(response.ticket)
+                turns[session] += 1
+                if turns[session] < len(scripts[session].tokens):
+                    given = scripts[session].given[turns[session]]
+                    prompts[session] = np.concatenate([prompts[session], response.token_ids, given])
+                    submit(session)
+        return sum(sum(script.tokens) for script in scripts) / (time.perf_counter() - started_s)
+
+    def run(self, rows: Sequence[dict[str, Any]], harness: Any, max_tokens: int) -> Iterator[Any]:
+        """Run an episode of each row. Yield rows and metrics of `RolloutWorker.run`."""
+        from weft.dataflow.batch import Batch
+        from weft.workers.worker import IDLE
+
+        self._calls += 1
+        ids = np.arange(len(rows)) + (self._calls << 20)
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        prompts = Batch.of(sample_id=ids, group_id=ids, parent_id=ids, **columns)
+        by_s = time.perf_counter() + DEADLINE_S
+        with closing(self.worker.run(prompts, harness=harness, sampling=_sampling(max_tokens))) as steps:
+            for made in steps:
+                assert time.perf_counter() < by_s, "episodes did not end"
+                if made is IDLE:  # as a rank, which sleeps until something comes
+                    self._came.wait(1.0)
+                    self._came.clear()
+                elif made is not None:
+                    assert made[1]["retokenised"].value == made[1]["dropped_episodes"].value == 0
+                    yield made
+
+    def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, float, list[Script]]:
+        """Run episodes of `talk`. Return tokens per second, the engine's idle share, and the scripts."""
         from weft.workers.agents.harness import Function
-        from weft.workers.agents.link import EpisodeRequest, Open
 
         harness = Function(function=talk, concurrency=SESSIONS, deadline_s=DEADLINE_S)
-        sampling = Sampling(max_tokens=TURN_TOKENS, stop=None)
-        first, self._ids = self._ids, self._ids + SESSIONS
-        row = {"turns": turns, "tool_s": tool_s, "sigma": TOOL_SIGMA}
-        episodes = [EpisodeRequest(first + k, k, {"id": k, **row}) for k in range(SESSIONS)]
-        pending = {each.episode_id for each in episodes}
-        tokens, made, idle_s = 0, 0, 0.0
-        started = time.perf_counter()
-        plan, most = harness.plan(), self.worker.max_context
-        opened = Open(self.model, most, sampling, plan, tuple(episodes))
-        self.server.open(opened)
-        began: float | None = None
-        while pending:
-            assert time.perf_counter() - started < DEADLINE_S, f"{len(pending)} episodes did not end"
-            was_sampling, before = self.server.is_sampling, time.perf_counter()
-            self.server.work()
-            if not self.server.is_sampling:
-                self._came.wait(0.01)
-                self._came.clear()
-            if was_sampling and began is None:
-                began = before
-            if began is not None and not was_sampling:
-                idle_s += time.perf_counter() - before
-            for ended in self.server.take_ended(opened):
-                assert not ended.failure, ended.failure
-                assert ended.retokenised == 0
-                pending.discard(ended.episode_id)
-                made += ended.turns
-                tokens += sum(int(row.mask.sum()) for row in ended.rows)
-        seconds = time.perf_counter() - started
-        self.server.close(opened, ())
-        since = time.perf_counter() - (began or started)
-        return tokens / seconds, idle_s / since, made
+        self.engine.watch()
+        started_s = time.perf_counter()
+        made = [children.rows for children, _ in self.run(rows, harness, TURN_TOKENS[1])]
+        seconds, idle = time.perf_counter() - started_s, self.engine.idle_share
+        scripts = [script for some in made for script in _scripts(some)]
+        assert sum(len(one.tokens) for one in scripts) == sum(len(row["tokens"]) for row in rows)
+        return sum(sum(script.tokens) for script in scripts) / seconds, idle, scripts
 
 
-def _measured(work: Callable[[Setting], dict[str, Any]], engine: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path(folder), engine)
-        try:
-            return work(setting)
-        finally:
-            setting.close()
+def _scripts(rows: Any) -> Iterator[Script]:
+    """Return the turns of rows of episodes."""
+    for row in rows.record.to_pylist():
+        mask = np.array(row["response_mask"])
+        ids, ends = np.array(row["response_ids"], np.int32), row["turn_ends"]
+        given = [np.array(row["prompt_ids"], np.int32)]
+        tokens: list[int] = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            tokens.append(int(mask[start:end].sum()))
+            if start:
+                given.append(ids[start : end - tokens[-1]])
+        yield Script(given, tokens)
 
 
-def measure(engine: str = "vllm") -> dict[str, Any]:
-    """Return `endpoint_overhead` and `idle_share`."""
+def _sampling(tokens: int) -> Any:
+    from weft.algorithms.sampling import Sampling
 
-    def work(setting: Setting) -> dict[str, Any]:
-        setting.bare()  # warm up
-        setting.through_gateway(turns=1)
+    return Sampling(max_tokens=tokens, stop=None)
+
+
+def _enlarge(folder: Path) -> None:
+    """Replace the model by one of five million parameters, whose step takes about as long here as a
+    real one's on a GPU."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    values = Qwen3Config.from_pretrained(folder).to_dict()
+    values |= {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "layer_types": None}
+    Qwen3ForCausalLM(Qwen3Config(**values)).save_pretrained(folder)
+
+
+def figures() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, closing(Setting(Path(folder))) as setting:
+        rows = episodes(SESSIONS, seed=0)
+        _, _, scripts = setting.talk(rows)  # warm up
+        setting.bare(scripts)
         pairs: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
-            bare = setting.bare()
-            through, _, turns = setting.through_gateway()
-            assert turns == SESSIONS * TURNS
-            pairs.append((bare, through))
-            print(f"  bare {bare:.0f} tokens/s, through the gateway {through:.0f}", flush=True)
-        _, idle, _ = setting.through_gateway(tool_s=TOOL_S, turns=2 * TURNS)
-        return {
-            "endpoint_overhead": round(median(bare / through for bare, through in pairs), 3),
-            "bare_tokens_per_s": round(median(bare for bare, _ in pairs)),
-            "idle_share": round(idle, 3),
-        }
+            pairs.append((setting.bare(scripts), setting.talk(rows)[0]))
+            print(
+                f"  bare {pairs[-1][0]:.0f} tokens/s, through the gateway {pairs[-1][1]:.0f}", flush=True
+            )
+        _, idle, _ = setting.talk(episodes(EPISODES, seed=1, tool_s=TOOL_S))
+    return {
+        "endpoint_overhead": round(median(bare / through for bare, through in pairs), 3),
+        "bare_tokens_per_s": round(median(bare for bare, _ in pairs)),
+        "idle_share": round(idle, 3),
+    }
 
-    return _measured(work, engine)
+
+def in_a_process(file: str) -> dict[str, Any]:
+    """Run a program, and return the JSON in the last line that it prints."""
+    last = ""
+    with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for last in process.stdout:
+            print(last, end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"{Path(file).name} ended with {process.returncode}")
+    return json.loads(last)
+
+
+def measure() -> dict[str, Any]:
+    """Return `endpoint_overhead`, `bare_tokens_per_s` and `idle_share`, from a process of its own."""
+    return in_a_process(__file__)
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures()))
