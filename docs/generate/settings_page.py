@@ -71,6 +71,7 @@ FILLED = {
     "RecorderConfig.tokenizer": "a run finds it among its groups",
     "Interact.env": "`rollout.interact` sets it",
     "Interact.writes": "`rollout.interact` sets it",
+    "PlannedHarness.made": "the driver makes it of another harness",
 }
 """Fields that the run sets, so the page leaves them out."""
 

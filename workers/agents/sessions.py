@@ -51,7 +51,7 @@ class Turn:
     stop_token_ids: tuple[int, ...] = ()
     """The client's stop tokens, besides the model's."""
     number: int = 0
-    """Number of earlier turns with the same prompt tokens, for seeds."""
+    """Number among the turns with the same prompt tokens, for seeds."""
     length: int = 0
     """[tokens] Length of the prompt; `Session` sets it."""
     message: Message | None = None
@@ -267,7 +267,8 @@ class Session:
                 f"the episode has {paths} conversations, and at most {self._most_rows} become rows: its harness starts a new one for "
                 "each turn, or changes earlier messages"
             )
-        number = sum(t.parent is parent and np.array_equal(t.given, turn.given) for t in self._turns)
+        equal = [t for t in self._turns if t.parent is parent and np.array_equal(t.given, turn.given)]
+        number = max((t.number + 1 for t in equal), default=0)
         turns = [
             replace(turn, number=number + choice, length=length, children=[]) for choice in range(n)
         ]

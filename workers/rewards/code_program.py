@@ -2,7 +2,8 @@
 
 Standard input is a JSON object: a token, the code, and its tests. After each test, a line of standard
 output has the token, the number of passed tests and the number of all tests. The code does not know
-the token, so neither its output nor its exit code can pass for a verdict.
+the token, so neither its output nor its exit code can pass for a verdict. Code that searches this
+process for its functions could still fake one.
 """
 
 from __future__ import annotations

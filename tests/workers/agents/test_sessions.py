@@ -387,3 +387,11 @@ def test_a_turn_that_ended_otherwise_keeps_its_whole_text(
     talk = Talk()
     (turn,) = talk.begin([user("a")], stop=("END",))
     assert (talk.end(turn, text, stop=stop, reason=reason).content, turn.stop_string) == ("END", "")
+
+
+def test_a_sample_after_a_dropped_one_has_another_seed():
+    talk = Talk()
+    first, second = talk.begin([user("a")], n=2)
+    talk.session.drop(first)
+    (third,) = talk.begin([user("a")])
+    assert second.number != third.number
