@@ -418,7 +418,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
+        may_read=(ALL_COLUMNS, *IDENTITY),
         writes=episode_columns,
     )
     def run(
@@ -470,7 +470,7 @@ class RolloutWorker(Worker):
         dispatch=Dispatch.SPLIT_BY_DP,
         shape=Shape.EXPAND,
         interruptible=True,
-        may_read=(ALL_COLUMNS, DRAW_PATH, MADE_BEFORE),
+        may_read=(ALL_COLUMNS, *IDENTITY),
         writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
     )
     def interact(

@@ -49,7 +49,7 @@ class Talk:
 
     def __init__(self, folder: Path) -> None:
         self.renderer = Renderer.load(family_folder(folder / "m", "qwen3"))
-        self.session = Session(self.renderer, 10_000)
+        self.session = Session(self.renderer, 10_000, most_rows=1000)
 
     def ids(self, text: str) -> list[int]:
         return self.renderer.tokenizer.encode([text], add_special_tokens=False)[0].tolist()

@@ -65,7 +65,7 @@ def test_a_call_that_is_cancelled_late_keeps_no_episode_of_the_next(
     assert [record for record in link.sent if isinstance(record, Close)] == [Close((1,))]
     assert not any(isinstance(record, Rest) for record in link.sent)
     link.came = [Ended(2), Ended(3)]
-    server.work(0.0)
+    server.work()
     assert server.take_ended(cancelled) == []
     assert [ended.episode_id for ended in server.take_ended(following)] == [2, 3]
 
@@ -77,11 +77,11 @@ def test_a_turn_that_comes_between_the_end_of_a_call_and_the_next_call_is_sample
     first, second = call_on(1), call_on(2)
     server.open(first)
     link.came = [Ended(1), turn(9)]  # of a session of another rank
-    server.work(0.0)
+    server.work()
     server.open(second)  # before the first call ends, so that the rank does not rest
     server.close(first, ())
     for _ in range(3):
-        server.work(0.0)
+        server.work()
     sampled = [record.turn for record in link.sent if isinstance(record, Sampled)]
     assert sampled == [9] and not any(isinstance(record, Rest) for record in link.sent)
 
@@ -91,6 +91,6 @@ def test_a_rank_that_rests_gives_up_its_turns(rank: tuple[EpisodeServer, FakeLin
     only = call_on(1)
     server.open(only)
     link.came = [turn(9), Ended(1)]
-    server.work(0.0)
+    server.work()
     server.close(only, ())
     assert isinstance(link.sent[-1], Rest) and not server.is_sampling
