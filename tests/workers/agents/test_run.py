@@ -56,7 +56,7 @@ def parts_of(worker: ToyRollout, rows: Batch, n: int) -> list[tuple[Children, An
     steps = worker.run(rows, harness=_unused, n=n, sampling=Sampling(max_tokens=20))
     parts: list[tuple[Children, Any]] = []
     for part in steps:
-        if part is IDLE:  # as a rank, which gives an idle call a turn at least every second
+        if part == IDLE:  # as a rank, which gives an idle call a turn at least every second
             worker.awake.wait(1.0)
             worker.awake.clear()
         elif part is not None:
