@@ -17,6 +17,7 @@ cut off. The gap to the trainer is measured with a real engine and a tiny model.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -153,8 +154,8 @@ class Logged:
         for each in responses:
             prompt, ids = self._prompts.pop(each.ticket), each.token_ids.astype(IDS)
             logprobs, versions = each.logprobs.astype(np.float32), each.versions.astype(np.int32)
-            arrays = [array.tobytes() for array in (prompt, ids, logprobs, versions)]
-            self.turns.append(Sampled(*arrays, each.finish_reason))
+            sampled = ids.tobytes(), logprobs.tobytes(), versions.tobytes()
+            self.turns.append(Sampled(prompt.tobytes(), *sampled, each.finish_reason))
         return responses
 
 
@@ -186,11 +187,15 @@ class Episode:
 
 
 def _row(row: dict[str, Any]) -> Row:
-    ids = [np.array(row[name], IDS).tobytes() for name in ("prompt_ids", "response_ids")]
-    mask = np.array(row["response_mask"], np.uint8)
-    logprobs = np.array(row["response_logprobs"], np.float32)
-    versions = np.array(row["response_versions"], np.int32)
-    return Row(*ids, mask, logprobs, versions, list(row["turn_ends"]), row["finish_reason"])
+    return Row(
+        prompt=np.array(row["prompt_ids"], IDS).tobytes(),
+        response=np.array(row["response_ids"], IDS).tobytes(),
+        mask=np.array(row["response_mask"], np.uint8),
+        logprobs=np.array(row["response_logprobs"], np.float32),
+        versions=np.array(row["response_versions"], np.int32),
+        turn_ends=list(row["turn_ends"]),
+        finish_reason=row["finish_reason"],
+    )
 
 
 Asked = dict[str, Any]
@@ -246,7 +251,10 @@ def _tail(tokenizer: Any, asked: Asked, at: int, closers: Sequence[str], stops: 
     """Return the text after the assistant's message number `at`: without the token that ends the turn
     if the turn has it already. None if the template refuses the history."""
     messages = [*asked["messages"]]
-    mark = {"role": "assistant", "content": "" if messages[at].get("tool_calls") else MARK}
+    mark: dict[str, Any] = {
+        "role": "assistant",
+        "content": "" if messages[at].get("tool_calls") else MARK,
+    }
     if calls := messages[at].get("tool_calls"):
         function = {"name": calls[-1]["function"]["name"], "arguments": json.dumps({"a": MARK})}
         mark["tool_calls"] = [calls[-1] | {"function": function}]
@@ -345,8 +353,8 @@ def _write_model(place: Path, family: str, templates: Path) -> Path:
     original = templates / f"{FAMILIES[family][0]}.jinja"
     if original.is_file():
         (folder / "chat_template.jinja").write_text(original.read_text())
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    size: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    size |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     size["vocab_size"] = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     # Weights of this size spread the log-probabilities.
     size |= {"max_position_embeddings": MAX_CONTEXT, "initializer_range": 0.2}
@@ -359,7 +367,7 @@ def _write_model(place: Path, family: str, templates: Path) -> Path:
     return folder
 
 
-def _new_worker(folder: Path, gateway: Any, family: str = "", engine: str = "transformers") -> Any:
+def _new_worker(folder: Path, gateway: Any, family: str = "") -> Any:
     """Return a rollout worker whose engine logs its turns: a random engine for a family, or a real
     one."""
     from random_engine import RandomEngine
@@ -371,7 +379,7 @@ def _new_worker(folder: Path, gateway: Any, family: str = "", engine: str = "tra
         def new_engine(self, **settings: Any) -> Any:
             return Logged(RandomEngine(folder, family) if family else super().new_engine(**settings))
 
-    config = RolloutConfig(model=str(folder), engine=engine, max_context=MAX_CONTEXT)  # pyright: ignore[reportArgumentType]
+    config = RolloutConfig(model=str(folder), engine="transformers", max_context=MAX_CONTEXT)
     return LoggedWorker(config, Context(name="rollout", gateway=gateway.address))
 
 
@@ -410,8 +418,10 @@ def measure(
     number = exact = retokenised = 0
     gaps: list[float] = []
     part = conversations // (2 * len(FAMILIES))
-    with tempfile.TemporaryDirectory() as place:
-        gateway = GatewayProcess(Path(place))
+    with (
+        tempfile.TemporaryDirectory() as place,
+        contextlib.closing(GatewayProcess(Path(place))) as gateway,
+    ):
         for family in FAMILIES:
             folder = _write_model(Path(place), family, templates)
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -437,7 +447,6 @@ def measure(
             print(f"  {told}; {refused.total()} requests refused; gap {gaps[-1]:.1e}", flush=True)
             for found in [each for each in wrong if each][:3]:
                 print(f"  NOT EXACT: {found[:3]}", flush=True)
-        gateway.close()
     return {
         "exact": exact / number,
         "retokenised": retokenised,

@@ -442,7 +442,7 @@ def parsers_of_vllm(package: str) -> list[str]:
     statements = ast.parse(path.read_text(encoding="utf-8")).body
     tables = (each.value for each in statements if isinstance(each, ast.Assign))
     keys = (key for table in tables if isinstance(table, ast.Dict) for key in table.keys)
-    return [key.value for key in keys if isinstance(key, ast.Constant)]
+    return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
 
 
 def _need_vllm(reason: str) -> None:

@@ -63,7 +63,7 @@ def parts_of(
     steps = worker.run(rows, harness=harness, n=n, sampling=Sampling(max_tokens=20))
     parts: list[tuple[Children, Any]] = []
     for part in steps:
-        if part is IDLE:  # as a rank, which gives an idle call a turn at least every second
+        if part == IDLE:  # as a rank, which gives an idle call a turn at least every second
             worker.awake.wait(1.0)
             worker.awake.clear()
         elif part is not None:
