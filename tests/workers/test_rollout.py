@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
@@ -441,6 +443,9 @@ def test_parsers_of_agents_are_checked_by_name(tmp_path: Path) -> None:
 
 def test_checks_import_no_torch_and_no_vllm(tmp_path: Path) -> None:
     folder_with(tmp_path / "m")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "m" / "tokenizer.json"))
+    settings = {"chat_template": "{{ messages }}"}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(settings))
     program = (
         "import sys, types, pyarrow as pa\n"
         "from weft.workers.rollout import RolloutWorker\n"
