@@ -14,6 +14,9 @@
 | `sandbox_run_ms` | milliseconds of another `true` in the same sandbox, median of 20 | none |
 | `embodied` | seconds of 80 steps of environments with one part and with two, on a fake clock | 320, 161 |
 
+`exact` takes the original chat templates that TRL ships, if `make bench-peers` has installed it. Otherwise, and
+for Mistral, it takes the templates of `tests/workers/chat_families.py`.
+
 The last line printed is one JSON object, with null for figures that were not requested.
 """
 
