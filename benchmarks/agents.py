@@ -19,6 +19,9 @@
 | `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |
 | `idle_share` | share of time in which the engine has no request, with slow tools in 64 sessions | at most 0.15 |
 
+`exact` takes the original chat templates that TRL ships, if `make bench-peers` has installed it. Otherwise, and
+for Mistral, it takes the templates of `tests/workers/chat_families.py`.
+
 The last line printed is one JSON object, with null for figures that were not requested.
 """
 
