@@ -190,7 +190,8 @@ class Setting:
             for made in steps:
                 assert time.perf_counter() < by_s, "episodes did not end"
                 if made is not None:
-                    assert made[1]["retokenised"].value == made[1]["dropped_episodes"].value == 0
+                    lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
+                    assert not any(lost.values()), f"{lost}; see the harness's log"
                     yield made
 
     def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, float, list[Script]]:
