@@ -39,9 +39,10 @@ TEMPLATE = """\
 
 class Settings(arithmetic.SamplingSettings):
     steps: int | None = Field(default=None, ge=1)
-    """Number of updates. Default: 60; with --small 3."""
+    """Number of updates. Default: 60, or 30 with verifiers; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Number of tasks per step, each with eight episodes. Default: 16; with --small 4."""
+    """Number of tasks per step, each with eight episodes. Default: 16, or 8 with verifiers; with
+    --small 4."""
 
 
 def prepare(
@@ -75,11 +76,19 @@ def prepare(
 
 
 def learn(
-    settings: Settings, training: Graph, accuracy: Graph, *, actor: weft.ActorWorker, title: str
+    settings: Settings,
+    training: Graph,
+    accuracy: Graph,
+    *,
+    actor: weft.ActorWorker,
+    title: str,
+    steps: int = 60,
+    prompts: int = 16,
 ) -> None:
-    """Run the training graph, with the other graph as evaluation. Print the results as JSON."""
-    steps = settings.size(settings.steps, 60, small=3)
-    prompts = settings.size(settings.prompts, 16, small=4)
+    """Run the training graph, with the other graph as evaluation. Print the results as JSON. `steps`
+    and `prompts` are the defaults of the settings."""
+    steps = settings.size(settings.steps, steps, small=3)
+    prompts = settings.size(settings.prompts, prompts, small=4)
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),
