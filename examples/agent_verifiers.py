@@ -7,7 +7,7 @@ python examples/agent_verifiers.py                  with Ray and vLLM
 python examples/agent_verifiers.py --backend local  in one process without Ray and vLLM, so that breakpoints work
 
 The task set `textarena` is the real one, unmodified. It draws its words from NLTK's list of words,
-which it would download. This program writes a list of its own instead, with words of ten letters.
+which it would download. This program writes a short list instead, with words of ten letters, so nothing is downloaded.
 
 After the warm start, the model guesses any letter, again and again. It learns which letters there are,
 and not to repeat one.
@@ -57,8 +57,8 @@ def hangman(settings: Settings) -> Verifiers:
     if shutil.which(settings.python) is None:
         folder = settings.python.parent.parent
         raise UserError(
-            f"there is no Python environment with verifiers in {folder}. Make it: python -m venv {folder}; "
-            f"{folder}/bin/pip install 'verifiers[ta]>=0.4' uv; or set --python to the interpreter of another one"
+            f"verifiers is not installed in {folder}. Install it: python -m venv {folder}; "
+            f"{folder}/bin/pip install 'verifiers[ta]>=0.4' uv; or set --python to another interpreter"
         )
     words = settings.root.absolute() / "agent_verifiers-words"
     require_folder(words / "corpora" / "words", f"root {str(settings.root)!r}")
