@@ -41,7 +41,8 @@ class Settings(arithmetic.SamplingSettings):
     steps: int | None = Field(default=None, ge=1)
     """Number of updates. Default: 30; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
-    """Number of tasks per step, each with eight episodes. Default: 16; with --small 4."""
+    """Number of tasks per step, each with eight episodes. Default: 16, or 8 with verifiers; with
+    --small 4."""
 
 
 def prepare(
@@ -75,11 +76,18 @@ def prepare(
 
 
 def learn(
-    settings: Settings, training: Graph, accuracy: Graph, *, actor: weft.ActorWorker, title: str
+    settings: Settings,
+    training: Graph,
+    accuracy: Graph,
+    *,
+    actor: weft.ActorWorker,
+    title: str,
+    prompts: int = 16,
 ) -> None:
-    """Run the training graph, with the other graph as evaluation. Print the results as JSON."""
+    """Run the training graph, with the other graph as evaluation. Print the results as JSON. `prompts`
+    is the default of the setting."""
     steps = settings.size(settings.steps, 30, small=3)
-    prompts = settings.size(settings.prompts, 16, small=4)
+    prompts = settings.size(settings.prompts, prompts, small=4)
     with weft.Driver(
         training,
         schedule=settings.new_schedule(steps, prompts),

@@ -1,11 +1,11 @@
-"""Speed of the engine behind the gateway: beside the bare engine, and with slow tools.
+"""Tokens per second through the gateway, compared with the bare engine, and its idle time with slow tools.
 
 - `endpoint_overhead`: 64 agents make turns through the gateway. Then the bare engine samples the same
-  turns: the same tokens between them, the same numbers of sampled tokens, and the same sampling.
-  Each session of the bare engine goes on at once, without a harness.
-- `idle_share`: 64 agents call tools that take a log-normal time, and each agent that has finished
-  makes room for another one, as in a run with more prompts than sessions. The share of time in which
-  no request runs, from the first turn to the end of the last episode.
+  turns: the same tokens between them, the same numbers of sampled tokens, and the same sampling. It
+  starts the next turn of a session at once, without a harness.
+- `idle_share`: 160 episodes share 64 sessions, and call a tool after each turn. Its time is
+  log-normal. The figure is the share of time without any request, from the first turn to the end of
+  the last episode.
 
 The rank, the gateway and the harness are the real ones. The engine has one half of the cores, and all
 other processes have the other half, because an engine on a GPU does not compete with them either.
@@ -197,7 +197,8 @@ class Setting:
                     self._came.wait(1.0)
                     self._came.clear()
                 elif made is not None:
-                    assert made[1]["retokenised"].value == made[1]["dropped_episodes"].value == 0
+                    lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
+                    assert not any(lost.values()), f"{lost}; see the harness's log"
                     yield made
 
     def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, float, list[Script]]:
@@ -279,7 +280,7 @@ def in_a_process(file: str) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Return `endpoint_overhead`, `bare_tokens_per_s` and `idle_share`, from a process of its own."""
+    """Return `endpoint_overhead`, `bare_tokens_per_s` and `idle_share`, measured in a new process."""
     return in_a_process(__file__)
 
 

@@ -104,6 +104,21 @@ def test_a_gateway_that_is_killed_leaves_no_files(tmp_path: Path, monkeypatch: p
     assert not [*scratch.iterdir()]
 
 
+def test_a_connection_outlives_a_slow_tool(tmp_path: Path):
+    gateway = GatewayProcess(tmp_path)
+    connection = http.client.HTTPConnection(gateway.address.host, gateway.address.port, DEADLINE_S)
+    try:
+        for pause_s in (7.0, 0.0):
+            connection.request("GET", "/v1/models")
+            reply = connection.getresponse()
+            reply.read()
+            assert reply.status == 401 and not reply.will_close
+            time.sleep(pause_s)
+    finally:
+        connection.close()
+        gateway.close()
+
+
 def test_ranks_on_other_nodes_connect_by_tls_with_the_key(tmp_path: Path):
     gateway = GatewayProcess(tmp_path, "127.0.0.1")
     try:

@@ -3,13 +3,20 @@
 import contextlib
 import importlib
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import forked
 import pyarrow.parquet as pq
 import pytest
 from small import EXAMPLES, run, summary
+
+from weft.dataflow.errors import UserError
+
+PYTHON = Path(os.environ.get("WEFT_VERIFIERS", EXAMPLES.parent / ".venv-verifiers" / "bin" / "python"))
+"""Interpreter of an environment with verifiers[ta]."""
 
 
 @pytest.mark.thorough
@@ -19,7 +26,29 @@ from small import EXAMPLES, run, summary
 @pytest.mark.parametrize(("example", "most_turns"), [("agent_calculator", 4), ("agent_gridworld", 8)])
 def test_the_example_runs_in_one_process(root: Path, example: str, most_turns: int, engine: str):
     name = f"{example}-{engine}"
-    found = summary(run(f"{example}.py", name, "--engine", engine, root=root))
+    check(root, name, most_turns, summary(run(f"{example}.py", name, "--engine", engine, root=root)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.is_file(), reason="verifiers is not installed in .venv-verifiers")
+def test_a_task_set_of_verifiers_trains_a_model_in_one_process(root: Path):
+    name = "agent_verifiers"
+    said = run("agent_verifiers.py", name, "--python", str(PYTHON), root=root)
+    check(root, name, 16, summary(said))
+
+
+def test_without_verifiers_the_example_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("agent_verifiers")
+    settings = example.Settings(root=tmp_path, python=tmp_path / "none" / "bin" / "python")
+    with pytest.raises(UserError, match=r"-m venv .*/none; .*/none/bin/pip install 'verifiers\[ta\]"):
+        example.main(settings)
+    assert not [*tmp_path.iterdir()]
+
+
+def check(root: Path, name: str, most_turns: int, found: dict[str, Any]) -> None:
     assert found["steps"] == 3 and 1 <= found["turns"] <= most_turns
     assert found["max_logprob_gap"] <= 5e-4
     metrics = pq.read_table(root / name / "metrics.parquet").to_pylist()

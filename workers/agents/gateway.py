@@ -92,6 +92,8 @@ ABANDONED_S = 30.0
 """[s] How long a turn is sampled on after its client has hung up. The client may repeat its request."""
 SAMPLE_S = 1800.0
 """[s] Longest wait of a request for its reply, while ranks may be replaced and weights updated."""
+KEEP_ALIVE_S = 24 * 3600
+"""[s] How long an idle connection stays open. If a tool takes longer, a harness without retries fails."""
 CLIENT_GONE = 499
 FILES = 1 << 16
 """Limit on open files of the gateway's process."""
@@ -715,8 +717,7 @@ async def _serve(settings: Mapping[str, Any]) -> None:
             ws="websockets-sansio",
             ws_max_size=MOST_BYTES,
             ws_per_message_deflate=False,
-            # A tool may take minutes. Closing an idle connection could meet the client's next request.
-            timeout_keep_alive=int(SAMPLE_S),
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         if servers:  # the second one is for ranks on other nodes

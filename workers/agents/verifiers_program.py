@@ -48,6 +48,7 @@ def make(env: Mapping[str, Any], uv_cache: str) -> Callable[..., Any]:
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     os.environ["UV_CACHE_DIR"] = uv_cache
     environment = load_environment(resolve_env_config(dict(env)))
+    next(iter(environment.taskset), None)  # what the tasks import or download, episodes share
     asyncio.run(_install_harnesses(environment))
     return functools.partial(run_episode, environment)
 

@@ -129,6 +129,7 @@ class VllmEngine:
         self._engine = _start(
             arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile
         )
+        self._vocabulary = self._engine.model_config.get_vocab_size()
         self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
         if adapter is not None:
@@ -152,6 +153,11 @@ class VllmEngine:
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         if not self._whole:
             raise GenerationError(NOT_WHOLE)
+        largest = int(request.prompt_ids.max(initial=0))
+        if largest >= self._vocabulary:  # vLLM checks it only if it has a tokenizer
+            raise GenerationError(
+                f"request {request.request_id} has token id {largest}; the model has ids 0 to {self._vocabulary - 1}"
+            )
         if self._sleeping is not None:
             self._sleeping.wake()
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
@@ -237,7 +243,7 @@ class VllmEngine:
         finally:
             for name in names:
                 del self._scored[name]
-        k = min(k, self._engine.model_config.get_vocab_size())
+        k = min(k, self._vocabulary)
         parts = [
             _likeliest(flat, len(response), k) for flat, response in zip(found, responses, strict=True)
         ]
