@@ -85,7 +85,10 @@ def load_tool_parser(
 
     def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, Any]]] | None:
         request = _request(tools)
-        found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
+        try:
+            found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception:  # parsers raise many kinds of errors for calls that they cannot read
+            return None
         calls: list[tuple[str, Any]] = []
         for call in found.tool_calls if found.tools_called else ():
             try:
@@ -112,7 +115,10 @@ def load_reasoning_parser(model: str | Path, name: str) -> Callable[[str, bool],
     )
 
     def read(text: str, opened: bool) -> tuple[str, str]:
-        thinking, rest = kind(tokenizer).extract_reasoning(text, _request(()))
+        try:
+            thinking, rest = kind(tokenizer).extract_reasoning(text, _request(()))
+        except Exception:  # as for calls
+            return "", text
         return (thinking or "").strip("\n"), (rest or "").lstrip("\n")
 
     return read

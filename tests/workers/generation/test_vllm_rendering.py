@@ -80,6 +80,17 @@ def test_weft_reads_the_calls_that_vllm_reads(name: str, tmp_path: Path):
     assert ours(TEXTS[name][0], [ADD]) is not None and ours("No call.", [ADD]) is None
 
 
+def test_a_call_that_breaks_vllms_parser_stays_text(tmp_path: Path):
+    """The policy wrote it, so the harness reads it. An error would drop the episode."""
+    from weft.workers.generation.vllm_rendering import load_tool_parser
+
+    read = load_tool_parser(family_folder(tmp_path / "m", "qwen2"), "internlm")
+    call = '<|action_start|><|plugin|>{"name": "add", "parameters": {"a": 1}}<|action_end|>'
+    assert read(f"I add.{call}", [ADD]) == ("I add.", [("add", {"a": 1})])
+    for broken in (call.replace('"a"', "a"), call * 2, call.replace('"name"', '"tool"')):
+        assert read(broken, [ADD]) is None
+
+
 CODER = """\
 {% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
