@@ -246,6 +246,10 @@ class _Simulator:
             try:
                 result.set_result(function())
             except BaseException as error:  # of the user's code
+                if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                    # asyncio would end its loop, or refuse it
+                    said = RuntimeError(f"{type(error).__name__}: {error}")
+                    error = said.with_traceback(error.__traceback__)
                 result.set_exception(error)
             finally:
                 if ends_after_s is not None:

@@ -112,20 +112,27 @@ def test_an_episode_with_a_full_context_ends_with_its_rewards_so_far(tmp_path: P
 
 
 class Broken(Counters):
+    error: BaseException
+
     def step(self, actions: Sequence[str]) -> tuple[Any, ...]:
-        raise OSError("the physics engine has no license")
+        raise self.error
 
 
-def test_a_simulator_that_raises_drops_its_episodes_with_the_place(tmp_path: Path):
+@pytest.mark.parametrize("kind", [OSError, SystemExit, StopIteration])
+def test_a_simulator_that_raises_drops_its_episodes_with_the_place(
+    kind: type[BaseException], tmp_path: Path
+):
     async def main() -> None:
         served = Served(tmp_path)
         async with served.listening(), Group(served) as group:
-            await group.start(Broken, num_envs=2)
+            made = type("Odd", (Broken,), {"error": kind("the physics engine has no license")})
+            await group.start(made, num_envs=2)
             rank = served.rank(lambda prompt: "go")
             rank.open(1, plan=PLAN)
             ended = await rank.outcome(1)
             assert (ended.scored, ended.where, ended.rows) == (False, "harness", ())
-            assert "env[0] raised OSError: the physics engine has no license" in ended.failure
+            assert "env[0] raised" in ended.failure
+            assert f"{kind.__name__}: the physics engine has no license" in ended.failure
             assert Path(__file__).name in ended.failure
             assert len(rank.engine.requests) == 3, "three attempts"
 
