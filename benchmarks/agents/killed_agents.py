@@ -109,8 +109,8 @@ class Settings(weft.Config):
 
 
 def make_model(folder: Path) -> None:
-    import tiny_agents
-    import tiny_qwen3
+    import tiny_agents  # pyright: ignore[reportMissingImports]
+    import tiny_qwen3  # pyright: ignore[reportMissingImports]
 
     texts = [f"Question {number}?" for number in range(QUESTIONS)]
     tiny_qwen3.make_model(folder, texts, chat_template=tiny_agents.TEMPLATE)
