@@ -37,6 +37,8 @@ TURNS = 3
 TURN_TOKENS = 12
 PHASES = ("start", "model", "tool", "grade")
 """Phases of an episode; "model" and "tool" follow each other several times."""
+CALL_TIMEOUT_S = 600.0
+"""[s] For a busy machine."""
 MODEL, EVIDENCE = "model", "evidence"
 PR_SET_NAME = 15
 
@@ -158,6 +160,7 @@ def main(settings: Settings) -> None:
         backend=weft.RayBackend(settings.address) if settings.address else weft.Local(),
         checkpoint=weft.CheckpointConfig(every=1),
         resume="latest",
+        call_timeout_s=CALL_TIMEOUT_S,
         root=settings.root,
         name=settings.name,
         trackers=(),
