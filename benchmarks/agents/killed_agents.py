@@ -37,6 +37,8 @@ TURNS = 3
 TURN_TOKENS = 12
 PHASES = ("start", "model", "tool", "grade")
 """Phases of an episode; "model" and "tool" follow each other several times."""
+CALL_TIMEOUT_S = 600.0
+"""[s] For a busy machine."""
 MODEL, EVIDENCE = "model", "evidence"
 PR_SET_NAME = 15
 
@@ -109,8 +111,8 @@ class Settings(weft.Config):
 
 
 def make_model(folder: Path) -> None:
-    import tiny_agents
-    import tiny_qwen3
+    import tiny_agents  # pyright: ignore[reportMissingImports]
+    import tiny_qwen3  # pyright: ignore[reportMissingImports]
 
     texts = [f"Question {number}?" for number in range(QUESTIONS)]
     tiny_qwen3.make_model(folder, texts, chat_template=tiny_agents.TEMPLATE)
@@ -158,6 +160,7 @@ def main(settings: Settings) -> None:
         backend=weft.RayBackend(settings.address) if settings.address else weft.Local(),
         checkpoint=weft.CheckpointConfig(every=1),
         resume="latest",
+        call_timeout_s=CALL_TIMEOUT_S,
         root=settings.root,
         name=settings.name,
         trackers=(),

@@ -118,7 +118,7 @@ class Killed:
         self.run: Any = None
 
     def start(self) -> None:
-        from run_process import RunProcess
+        from run_process import RunProcess  # pyright: ignore[reportMissingImports]
 
         program = HERE / "killed_agents.py"
         given = self.root, self.name, *self.settings

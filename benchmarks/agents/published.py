@@ -15,7 +15,7 @@ from killed_agents import EPISODES, EVIDENCE, MODEL, PROMPTS, QUESTIONS, TURNS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "recovery"))
 
-from async_kills import wrong_steps
+from async_kills import wrong_steps  # pyright: ignore[reportMissingImports]
 
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.prompts.tokenizer import Tokenizer
@@ -77,11 +77,16 @@ def _of_log(run: Path, steps: int) -> Iterator[str]:
         yield f"{report.leases['open']} leases are open"
     if wrong := wrong_steps(run, steps):
         yield f"{wrong} steps have no update, or several"
+    position_of: dict[int, int] = {}
     times: Counter[int] = Counter()
     for record in LogReader(run / BUFFER / LOG):
         if record["do"] == "issue":
+            position_of |= dict(enumerate(record["positions"], record["group"]))
             times.update(record["positions"])
-        if record["do"] in ("drop", "lose"):
+        elif record["do"] == "lose" and record.get("again", True):
+            # The driver was resumed so late that rows in flight were gone. It issues the prompt again.
+            times[position_of[record["group"]]] -= 1
+        elif record["do"] in ("drop", "lose"):
             yield f"the run gave up rows: {record}"
     if max(times.values()) - min(times[position] for position in range(QUESTIONS)) > 1:
         yield f"questions were issued unequally often: {times}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "controllers"))
 
-import forked_workers
+import forked_workers  # pyright: ignore[reportMissingImports]
 
 MODULES = (
     "safetensors.torch",

@@ -300,7 +300,8 @@ def test_an_episode_that_is_given_up_before_it_begins_holds_up_no_other(waits_fo
         rank = served.rank(lambda prompt: "x")
         episodes = served.gateway._episodes
         rank.open(1, 2)
-        while len(episodes) < 2:
+        begun = served.gateway._runners if waits_for == "may_start" else served.gateway._renderers
+        while len(episodes) < 2 or not begun:
             await asyncio.sleep(0.001)
         rank.give_up(1)
         while len(episodes) == 2:

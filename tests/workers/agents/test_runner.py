@@ -274,7 +274,7 @@ def test_an_episode_that_begins_while_dead_processes_are_cleared_away_gets_new_o
         beginning = asyncio.ensure_future(rig.episode("second", does="return", value=1))
         await asyncio.sleep(0.1)
         os.kill(guard, signal.SIGCONT)
-        return await asyncio.gather(hanging, beginning)
+        return list(await asyncio.gather(hanging, beginning))
 
     died, second = rig.wait(begin_meanwhile())
     rig.close()
