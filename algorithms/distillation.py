@@ -106,8 +106,8 @@ class Jsd(Config):
     """
 
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the teacher in the mixture. Gradients near 0 are like those of the forward KL, and near
-    1 like those of the reverse KL."""
+    """[share] Share of the teacher in the mixture. Lower it for gradients like those of the forward KL;
+    raise it for those of the reverse KL."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
         p, q = student.exp(), teacher.exp()
@@ -141,7 +141,8 @@ class Distillation(AggregatedLoss):
     weight: float = Field(default=1.0, ge=0)
     """[loss/nat] Weight of the divergence. Lower it to give a reward more influence."""
     policy: PolicyLoss | None = None
-    """Loss of the advantages from a reward; None trains on the teacher alone."""
+    """Loss of the advantages from a reward; None trains on the teacher alone. Set it if the rows also
+    have a reward."""
 
     @model_validator(mode="after")
     def _aggregate_alike(self) -> Distillation:

@@ -219,7 +219,7 @@ class DiscoPop(Config):
     """
 
     temperature: float = Field(default=0.05, gt=0)
-    """[reward] Width of the change from one loss to the other."""
+    """[reward] Width of the change from one loss to the other. Raise it for a smoother change."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
         gate = torch.sigmoid(ahead / self.temperature)

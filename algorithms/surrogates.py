@@ -230,9 +230,11 @@ class GeometricRatio(Config):
     """
 
     low: float = Field(default=0.4, ge=0)
-    """[nats] Lower bound of a token's log-ratio, for negative advantages."""
+    """[nats] Lower bound of a token's log-ratio is -low, for negative advantages. Lower it if updates
+    are too large."""
     high: float = Field(default=0.4, ge=0)
-    """[nats] Upper bound of a token's log-ratio, for positive advantages."""
+    """[nats] Upper bound of a token's log-ratio, for positive advantages. Raise it to let rare tokens
+    gain more."""
 
     def __call__(self, log_ratio: Tensor, rows: PackedRows) -> Tensor:
         positive = rows.only_trained(rows[ADVANTAGES]) > 0

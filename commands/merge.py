@@ -19,7 +19,7 @@ def merge(
     ],
     *,
     out: Annotated[Path, arg(metavar="FOLDER")],
-    last: int | None = None,
+    last: Annotated[int | None, arg(metavar="NUMBER", help_behavior_hint="")] = None,
     by: Name = None,
     alpha: float = 1.0,
     group: Name = None,

@@ -320,7 +320,7 @@ class PipelineEngine:
         for one in np.unique(unit):
             own = np.flatnonzero(unit == one)
             where = torch.cat([torch.arange(int(ends[i]), int(ends[i + 1])) for i in own])
-            packed = rows.packed(own, entropies[where] if loss.needs_entropy else None)
+            packed = rows.packed(own, {"entropy": entropies[where]} if loss.needs_entropy else {})
             found[own] = float(loss(logprobs[where], packed)[0]) / len(own)
         return found
 

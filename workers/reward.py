@@ -24,6 +24,7 @@ from ..dataflow.column import (
     RESPONSE,
     RESPONSE_IDS,
     REWARD,
+    Column,
 )
 from ..dataflow.config import Config
 from ..dataflow.errors import ResultError, UserError
@@ -157,8 +158,8 @@ def _reads(config: RewardConfig) -> tuple[str, ...]:
     return (str(RESPONSE_IDS), *config.needs)
 
 
-def _may_read(config: RewardConfig) -> tuple[str, ...]:
-    return (str(PROMPT), str(PROMPT_IDS), str(EPISODE_ROWS), *config.may_read)
+def _may_read(config: RewardConfig) -> tuple[str | Column, ...]:
+    return (str(PROMPT), str(PROMPT_IDS), EPISODE_ROWS, *config.may_read)
 
 
 def reward_processes(cpus: int) -> int:

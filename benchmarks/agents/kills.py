@@ -277,7 +277,7 @@ def cluster(root: Path) -> Iterator[str]:
 
 def run_all(root: Path, seed: int, runs: int) -> dict[str, Any]:
     import psutil
-    from published import faults
+    from faults import faults
 
     began = time.monotonic()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -19,13 +19,22 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
-from weft.algorithms.corrections import RatioCorrection, Rejection, TruncatedImportance
+from weft.algorithms.corrections import (
+    DriftRejection,
+    RatioCorrection,
+    Rejection,
+    TruncatedImportance,
+)
+from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.graders.math import Gsm8k
+from weft.algorithms.graders.procedural import ReasoningGym
 from weft.algorithms.graders.text import Exact, JsonSchema, LengthReward, RegularExpression, TagFormat
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference_loss import (
     DesirabilityLoss,
+    DiscoPop,
+    DivergenceRatio,
     LikelihoodScore,
     Logistic,
     PairLoss,
@@ -34,7 +43,7 @@ from weft.algorithms.preference_loss import (
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Cispo, Clipped, Sapo
+from weft.algorithms.surrogates import Cispo, Clipped, GeometricRatio, Sapo
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -136,10 +145,14 @@ SECTIONS = (
                 Clipped,
                 Cispo,
                 Sapo,
+                GeometricRatio,
                 KlPenalty,
                 RatioCorrection,
                 TruncatedImportance,
                 Rejection,
+                DriftRejection,
+                Distillation,
+                Jsd,
                 ValueLoss,
             ),
             *(
@@ -148,6 +161,8 @@ SECTIONS = (
                 PairLoss,
                 PreferenceLoss,
                 LikelihoodScore,
+                DivergenceRatio,
+                DiscoPop,
                 Logistic,
             ),
             *(Squared, DesirabilityLoss, RewardLoss),
@@ -156,7 +171,17 @@ SECTIONS = (
     Section(
         "Graders",
         "Built-in reward functions and their arguments.",
-        (Gsm8k, Exact, RegularExpression, JsonSchema, TagFormat, LengthReward, Code, Limits),
+        (
+            Gsm8k,
+            Exact,
+            RegularExpression,
+            JsonSchema,
+            TagFormat,
+            LengthReward,
+            ReasoningGym,
+            Code,
+            Limits,
+        ),
     ),
     Section(
         "Simulated runs",

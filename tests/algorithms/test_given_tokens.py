@@ -14,6 +14,7 @@ import torch
 import weft.algorithms
 from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean, token_mean
 from weft.algorithms.corrections import Level, Rejection, TruncatedImportance
+from weft.algorithms.distillation import Distillation, ForwardKl, Jsd, ReverseKl
 from weft.algorithms.kl import AdaptiveCoefficient, KlPenalty, StraightThrough, absolute, k1, k2, k3
 from weft.algorithms.loss import FrozenLoss, Loss, PackedRows
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
@@ -34,6 +35,7 @@ from weft.algorithms.surrogates import (
     Clipped,
     PlainPolicyGradient,
     Sapo,
+    Unclipped,
     sequence_product,
     sequence_ratio,
     token_ratio,
@@ -47,7 +49,14 @@ MASKS = [[1, 1, 0, 0, 1, 0], [0, 1, 1], [1, 0, 1], [0, 0], [1, 1], [0, 1, 1]]
 """Rows of sampled (1) and given tokens; one row has only given ones."""
 LENGTHS = [len(mask) for mask in MASKS]
 MASK = torch.tensor([*itertools.chain(*MASKS)], dtype=torch.uint8)
-SURROGATES = [Clipped(), Clipped(high=0.28, dual=3.0), Cispo(), Sapo(), PlainPolicyGradient()]
+SURROGATES = [
+    Clipped(),
+    Clipped(high=0.28, dual=3.0),
+    Cispo(),
+    Sapo(),
+    PlainPolicyGradient(),
+    Unclipped(),
+]
 KLS = [None, *(KlPenalty(coefficient=0.1, estimator=e) for e in (k1, k2, k3, absolute))]
 KLS.append(KlPenalty(coefficient=0.1, estimator=StraightThrough(k3)))
 CORRECTIONS: list[Any] = [()]
@@ -76,6 +85,8 @@ LOSSES: list[Loss] = [
     PreferenceLoss(),
     DesirabilityLoss(),
     StepLoss(),
+    *(Distillation(divergence=divergence) for divergence in (ReverseKl(), ForwardKl(), Jsd())),
+    Distillation(policy=PolicyLoss()),
 ]
 
 
@@ -88,6 +99,7 @@ def columns(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
         **{name: draw(len(MASK)) for name in of_tokens},
         **{name: -1.6 + 0.2 * draw(len(MASK)) for name in of_policies},
+        "teacher_logprobs": -1.6 + 0.2 * draw(2 * len(MASK)).view(-1, 2),
     }
 
 
@@ -100,6 +112,7 @@ def of_rows() -> dict[str, torch.Tensor]:
         "reference_point": torch.full((6,), 0.1, dtype=torch.float64),
         "episode_tokens": torch.tensor(tokens).repeat_interleave(2),
         "response_mask": MASK,
+        "teacher_ids": torch.arange(2 * len(MASK)).view(-1, 2) % VOCABULARY,
     }
 
 
@@ -115,7 +128,9 @@ def losses_and_gradients(
     else:
         output = distribution.gather(-1, sampled[:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
-        rows = PackedRows(rows.cu_seqlens, {**rows.columns, "entropy": entropy})
+        candidates = distribution.gather(-1, rows["teacher_ids"])
+        computed = {"entropy": entropy, "candidate_logprobs": candidates}
+        rows = PackedRows(rows.cu_seqlens, {**rows.columns, **computed})
     value = loss(output, rows)[0] / loss.count(rows)
     return value.detach(), torch.autograd.grad(value, logits)[0]
 
@@ -133,7 +148,7 @@ def test_a_given_token_never_has_a_gradient(loss: Loss):
         other = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
         perturbed = torch.where(given[:, None], logits + scale * other, logits)
         others = {
-            name: torch.where(given, scale * drawn, of_tokens[name])
+            name: torch.where(given.view(-1, *[1] * (drawn.ndim - 1)), scale * drawn, of_tokens[name])
             for name, drawn in columns(generator).items()
         }
         tokens = torch.where(given, (sampled + 1) % VOCABULARY, sampled)
@@ -161,7 +176,7 @@ def test_every_loss_surrogate_and_kl_estimator_of_weft_is_tried():
     assert complete - {type(loss) for loss in LOSSES} == {RewardLoss}
     surrogates = importlib.import_module("weft.algorithms.surrogates")
     own = {c for c in classes(object, surrogates) if c.__module__ == surrogates.__name__}
-    assert own - {surrogates.Surrogate} == {type(s) for s in SURROGATES}
+    assert own - {surrogates.Surrogate, surrogates.GeometricRatio} == {type(s) for s in SURROGATES}
 
 
 # Penalties and returns

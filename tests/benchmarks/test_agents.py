@@ -84,7 +84,7 @@ def published_step(killed_agents: ModuleType) -> tuple[list[dict[str, Any]], lis
 def test_a_lost_repeated_or_changed_episode_is_a_fault(
     load: Callable[[str], ModuleType], change: Callable[[list[dict[str, Any]]], object], said: str
 ):
-    published, killed_agents = load("agents/published"), load("agents/killed_agents")
+    published, killed_agents = load("agents/faults"), load("agents/killed_agents")
     rows, seen = published_step(killed_agents)
     change(rows)
     found = published.faults_of_rows(rows, seen, 1, 0, lambda ids: " ".join(map(str, ids)))

@@ -35,6 +35,7 @@ def declared() -> set[str]:
                     if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)
                 ]
                 names = [ast.unparse(field.target) for field in fields]
+                names = [name for name in names if not name.startswith("_")]
                 classes[node.name] = ([ast.unparse(each) for each in node.bases], names)
     of_settings, before = {"Config"}, 0
     while len(of_settings) > before:
@@ -62,8 +63,8 @@ def test_every_setting_documents_when_to_change_it_and_every_number_its_unit():
 def test_settings_stay_as_few_as_they_are():
     number = counts()
     values = number.pop("Losses") + number.pop("Graders") + number.pop("Simulated runs")
-    assert number.pop("Driver") <= 19 and values <= 73
-    assert sum(number.values()) <= 118, "settings of a run"
+    assert number.pop("Driver") <= 19 and values <= 84
+    assert sum(number.values()) <= 120, "settings of a run"
 
 
 def test_ranges_and_defaults_come_from_the_class():

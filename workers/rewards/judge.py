@@ -83,7 +83,8 @@ class Judge(Config):
     `{highest}` by their values. Set one that names your task's criteria."""
     criteria: Mapping[str, float] = {}
     """Criteria with their weights, instead of one score; a negative weight is a penalty. A column
-    `rubric` with such a mapping (or its JSON text) adds the criteria of a row."""
+    `rubric` with such a mapping (or its JSON text) adds the criteria of a row. Set them if one score
+    is too coarse."""
     score: str = r"(?i:score)\W{0,5}(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. The last match counts. Change it if the
     question asks for another format."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...algorithms.loss import CANDIDATE_LOGPROBS, Loss
+from ...algorithms.loss import Loss
 from ...dataflow.batch import Batch
 from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
@@ -46,7 +46,7 @@ from .memory import CPU_TOKENS, GPU_TOKENS, gathers_in_node
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
 from .packed_attention import VARLEN
-from .response_model import ResponseModel
+from .response_model import ResponseModel, with_computed
 from .routers import Balance, Routers
 from .sharded_model import ShardedModel, keep_in
 from .sharding import (
@@ -270,11 +270,7 @@ class FsdpEngine:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the head's outputs for a part, [T], and the columns that it computed besides."""
         self.context.advance()
-        outputs, entropies = self.model(*rows.inputs(part), entropy=entropy)
-        computed = {} if entropies is None else {"entropy": entropies}
-        if outputs.ndim == 2:
-            outputs, computed[CANDIDATE_LOGPROBS] = outputs[:, 0], outputs[:, 1:]
-        return outputs, computed
+        return with_computed(*self.model(*rows.inputs(part), entropy=entropy))
 
     # Optimizer steps
 

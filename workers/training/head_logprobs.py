@@ -86,9 +86,8 @@ def head_logprobs(
     scales = None if temperatures is None else temperatures.reciprocal()
     chunk = chunk_bytes(hidden.device) if chunk is None else chunk
     how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk)
-    several = targets if targets.ndim == 2 else targets[:, None]
-    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, several, scales, how)
-    return logprobs.view(targets.shape), entropies if how.entropies else None
+    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
+    return logprobs, entropies if how.entropies else None
 
 
 @torch.no_grad()
@@ -183,24 +182,27 @@ class _HeadLogprobs(torch.autograd.Function):
         how: _How,
     ) -> tuple[Tensor, Tensor]:
         chunks = _Chunks(hidden, weight, bias, scales, how)
+        several = targets if targets.ndim == 2 else targets[:, None]
         parts, kept = [], None
         for part in chunks.parts():
             logits = chunks.logits(part)
             replace = chunks.kept and how.keeps_exponentials
-            ids = _own_ids(targets[part], how.shards)
+            ids = _own_ids(several[part], how.shards)
             parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
             kept = logits if chunks.kept else None
-        width = 3 + targets.shape[1]
+        width = 3 + several.shape[1]
         own = torch.cat(parts) if parts else hidden.new_zeros((0, width), dtype=chunks.dtype)
         everyones = own if how.shards is None else _joined(own, how.shards)
         largest, sums, weighted = everyones[:, :3].unbind(1)
         entropies = sums.log() - weighted / sums
         if how.trains:
             ctx.how, ctx.kept, ctx.below = how, kept, own[:, 0] - largest
-            ctx.save_for_backward(hidden, weight, bias, targets, scales, largest, sums, entropies)
+            ctx.save_for_backward(hidden, weight, bias, several, scales, largest, sums, entropies)
         if not how.entropy:
             ctx.mark_non_differentiable(entropies)
         # Subtracting in this order avoids rounding errors with large logits.
+        if targets.ndim == 1:  # a view of [T, 1] would make FSDP warn
+            return everyones[:, 3] - largest - sums.log(), entropies
         return everyones[:, 3:] - largest[:, None] - sums.log()[:, None], entropies
 
     @staticmethod
@@ -211,7 +213,8 @@ class _HeadLogprobs(torch.autograd.Function):
         # This pass overwrites the kept logits, so a second backward pass must recompute them.
         ctx.kept = None
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        of_all = grads[0].sum(1)
+        of_targets = grads[0] if grads[0].ndim == 2 else grads[0][:, None]
+        of_all = of_targets.sum(1)
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = bias.new_zeros(bias.shape, dtype=chunks.dtype) if of_bias else None
@@ -225,7 +228,7 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 to_entropy = (grads[1][part], entropies[part]) if how.entropy else None
                 _differentiate(logits, largest[part], sums[part], of_all[part], to_entropy)
-            _add_to_chosen(logits, ids, grads[0][part])
+            _add_to_chosen(logits, ids, of_targets[part])
             chunks.through_form(logits, slopes, part)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)

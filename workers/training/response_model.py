@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...algorithms.loss import CANDIDATE_LOGPROBS
 from ...dataflow.errors import UserError
 from ..models.images import LANGUAGE, embed, is_type_that_sees, positions, tower_parameters
 from .head_logprobs import (
@@ -291,6 +292,15 @@ class ResponseModel(nn.Module):
         }
         nobody = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         return headed(input_ids=nobody, use_cache=False).logits[0]
+
+
+def with_computed(outputs: Tensor, entropies: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a model's results as losses take them: the outputs of the response tokens, [T], and the
+    columns that the model computed besides."""
+    computed = {} if entropies is None else {"entropy": entropies}
+    if outputs.ndim == 2:
+        outputs, computed[CANDIDATE_LOGPROBS] = outputs[:, 0], outputs[:, 1:]
+    return outputs, computed
 
 
 class _Answered:  # stands in for the backbone, and returns stored outputs

@@ -27,7 +27,7 @@ from weft.workers.training.causal_lm import put_scalar_head
 from weft.workers.training.microbatch_plan import SharingCost
 from weft.workers.training.microbatches import Microbatches
 from weft.workers.training.packed_sequences import SharedPrompts, Stretches, to_device
-from weft.workers.training.response_model import ResponseModel
+from weft.workers.training.response_model import ResponseModel, with_computed
 from weft.workers.training.routers import Balance
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
@@ -106,8 +106,8 @@ def microbatch(
     even = Balance(0.1, torch.ones(routers.experts, device=DEVICE)) if routers and balance else None
     with nullcontext() if routers is None else routers.watched(DEVICE, even), NoWaits(), NoNumbers():
         inputs = cut.inputs(part)
-        logprobs, entropy = model(*inputs, entropy=loss.needs_entropy)
-        loss_sum, metrics = loss(logprobs, cut.packed(part, entropy))
+        logprobs, computed = with_computed(*model(*inputs, entropy=loss.needs_entropy))
+        loss_sum, metrics = loss(logprobs, cut.packed(part, computed))
         loss_sum.backward()
     assert list(metrics)
     if even is not None:

@@ -398,7 +398,7 @@ def test_moments_decay_as_configured(tiny_model: Path, rows: Batch, offload: Any
 
 
 def test_a_decay_without_an_end_is_refused():
-    with pytest.raises(UserError, match=r"needs more steps than warmup_steps \(5\)"):
+    with pytest.raises(UserError, match=r"needs more steps than frozen_steps and warmup_steps \(5\)"):
         OptimizerConfig(decay=("linear", 5), warmup_steps=5)
     wrong: Any = "linear"
     with pytest.raises(UserError, match=r"decay must be .*\(\"linear\", steps\) .*, not 'linear'"):
