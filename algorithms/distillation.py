@@ -174,10 +174,10 @@ class Distillation(AggregatedLoss):
         loss_sum = (self.aggregation.weights(rows) * self.weight * divergence).sum()
         watched = {"divergence": divergence}
         watched |= {"teacher_tail": teacher[:, -1].exp(), "student_tail": student[:, -1].exp()}
-        metrics: Metrics = observed(rows.trained > 0, watched)
+        metrics = observed(rows.trained > 0, watched)
         if self.policy is not None:
             of_policy, more = self.policy(logprobs, rows)
-            return loss_sum + of_policy, {**more, **metrics}
+            return loss_sum + of_policy, more | metrics  # a dict would wait for the device
         return loss_sum, metrics
 
 
