@@ -196,7 +196,7 @@ class Setting:
                 if made is IDLE:  # as a rank, which sleeps until something comes
                     self._came.wait(1.0)
                     self._came.clear()
-                elif made is not None:
+                elif isinstance(made, tuple):
                     lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
                     assert not any(lost.values()), f"{lost}; see the harness's log"
                     yield made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -37,12 +38,13 @@ def test_a_gateway_that_dies_starts_again_at_the_same_address(tmp_path: Path):
     gateway = GatewayProcess(tmp_path)
     try:
         address, before = gateway.address, gateway.pid
-        link = Link(address, Hello("rollout", 0, 8))
+        came = threading.Event()
+        link = Link(address, Hello("rollout", 0, 8), came.set)
         url = address.url("http", "/v1/models")
         assert httpx.get(url, timeout=DEADLINE_S).status_code == 401
         os.kill(before, signal.SIGKILL)
         assert "signal 9" in wait_for_note(gateway, "starts again")
-        link.wait(DEADLINE_S)
+        assert came.wait(DEADLINE_S)
         with pytest.raises(GatewayLost, match="the gateway is gone"):
             link.take()
         link.close()
@@ -129,8 +131,9 @@ def test_ranks_on_other_nodes_connect_by_tls_with_the_key(tmp_path: Path):
         link.close()
         wrong = type(address)(address.host, address.port, "another key", address.certificate)
         with pytest.raises(GatewayLost):
-            refused = Link(wrong, Hello("rollout", 0, 8))
-            refused.wait(DEADLINE_S)
+            gone = threading.Event()
+            refused = Link(wrong, Hello("rollout", 0, 8), gone.set)
+            assert gone.wait(DEADLINE_S)
             refused.take()
         with pytest.raises(httpx.HTTPError):  # no client takes another certificate
             httpx.get(address.url("http", "/v1/models"), timeout=DEADLINE_S)
@@ -155,10 +158,11 @@ def test_a_connection_stays_open_while_a_tool_works(tmp_path: Path):
 def test_a_model_without_a_tokenizer_ends_the_run(tmp_path: Path):
     gateway = GatewayProcess(tmp_path)
     try:
-        link = Link(gateway.address, Hello("rollout", 0, 8))
+        came = threading.Event()
+        link = Link(gateway.address, Hello("rollout", 0, 8), came.set)
         plan = Function(function="module:run").plan()
         link.send(Open(str(tmp_path), 100, Sampling(), plan, (EpisodeRequest(7, None, {}),)))
-        link.wait(DEADLINE_S)
+        assert came.wait(DEADLINE_S)
         (ended,) = link.take()
         assert (ended.episode_id, ended.fatal, ended.scored) == (7, True, False), ended
         assert "tokenizer" in ended.failure

@@ -98,7 +98,9 @@ def test_rows_that_share_a_weight_of_one_count_as_one_value(
         )
         expected = kind.of([value for value, _ in episodes]).value
         # Rounded weights of a few values hardly move a mean, but may move the rest of a deviation.
-        assert (one + other).value == pytest.approx(expected, rel=1e-9, abs=1e-2)
+        assert merge([{"m": one}, {"m": other}])["m"].value == pytest.approx(
+            expected, rel=1e-9, abs=1e-2
+        )
     same = Std.of([0.1] * len(rows), [weight for _, weight in rows])
     assert same.value == 0 and same.number == pytest.approx(len(episodes))
 

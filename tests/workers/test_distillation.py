@@ -116,7 +116,7 @@ def test_each_teacher_scores_its_own_rows(models: tuple[Path, Path]):
         own, alone = found.take(np.array(kept)), worker.top_logprobs(rows.take(np.array(kept)), top=4)
         assert own["teacher_ids"].equals(alone["teacher_ids"])
         logprobs = (each.ragged_numpy("teacher_logprobs")[0] for each in (own, alone))
-        np.testing.assert_allclose(*logprobs, atol=1e-5)
+        np.testing.assert_allclose(next(logprobs), next(logprobs), atol=1e-5)
     student.update(found, loss=Distillation())
     for worker in (one, two, student):
         worker.close()

@@ -257,7 +257,7 @@ def _rubric_of(rubric: Any) -> Mapping[str, float]:
 
 
 def _check_criteria(criteria: Any) -> None:
-    weights = list(criteria.values()) if isinstance(criteria, Mapping) else [None]
+    weights = list(criteria.values()) if isinstance(criteria, Mapping) else []
     numbers = all(isinstance(w, int | float) and math.isfinite(w) for w in weights)
     if not numbers or not any(w > 0 for w in weights):
         raise ValueError(

@@ -271,7 +271,7 @@ class Microbatches:
         columns = {c: v[tokens] for c, v in self.ragged.items()} | {
             c: v[rows] for c, v in self.scalars.items()
         }
-        columns = {c: to_device(v, self.device) for c, v in columns.items()} | computed
+        columns = {**{c: to_device(v, self.device) for c, v in columns.items()}, **computed}
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         return PackedRows(to_device(ends, self.device), columns, int(ends[-1]))
 

@@ -297,7 +297,7 @@ def test_a_teacher_in_vllm_writes_what_a_reference_writes(vllm: VllmEngine, fold
     assert found.lengths("teacher_ids").tolist() == [9, 0, 6]
     assert found["teacher_ids"].equals(expected["teacher_ids"])
     logprobs = (each.ragged_numpy("teacher_logprobs")[0] for each in (found, expected))
-    np.testing.assert_allclose(*logprobs, atol=1e-4)
+    np.testing.assert_allclose(next(logprobs), next(logprobs), atol=1e-4)
     with pytest.raises(SampleError, match=r"gives probabilities at temperature 1, not 0\.7"):
         teacher.top_logprobs(rows.with_columns(temperature=[1.0, 1.0, 0.7]))
     reference.close()
