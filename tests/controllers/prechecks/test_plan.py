@@ -212,6 +212,7 @@ def test_the_longest_responses_of_a_graph_count_wherever_it_samples_them():
         assert step_sizes(made, 4).response_tokens == 30
 
 
+@pytest.mark.thorough
 def test_a_plan_that_exceeds_the_gpu_names_the_first_setting_that_fits(tmp_path: Path):
     write_model(tmp_path, layers=2, hidden=512, vocabulary=65_536)
     rows = supervised_rows(16, prompt=1000, response=3000)

@@ -110,9 +110,9 @@ class Served:
         finally:
             for rank in self.ranks:
                 await asyncio.to_thread(rank.close)
+            await gateway.close()  # ends unfinished episodes, for whose requests the server would wait
             server.should_exit = True
             await serving
-            await gateway.close()
 
     def rank(self, answer: Callable[[str], str], number: int = 0, capacity: int = 8) -> Rank:
         self.ranks.append(Rank(self, answer, number, capacity))
@@ -174,6 +174,7 @@ class Rank:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the rank does not stop"
         for link in self._links:
             link.close()
 
