@@ -22,6 +22,7 @@ import itertools
 import json
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -315,6 +316,7 @@ def hold(
     from weft.dataflow.batch import Batch
     from weft.workers.agents.harness import Function
     from weft.workers.models.model_folder import read_vocabulary
+    from weft.workers.worker import IDLE
 
     prompts = Batch.of(
         **{name: [*seeds] for name in ("sample_id", "group_id", "parent_id", "seed")},
@@ -328,7 +330,9 @@ def hold(
     made: list[Any] = []
     retokenised = 0
     for part in worker.run(prompts, harness=harness, sampling=Sampling(max_tokens=max_tokens)):
-        if part is not None:
+        if part is IDLE:
+            time.sleep(0.002)  # until harnesses ask again
+        elif part is not None:
             made.append(part[0].rows)
             retokenised += int(part[1]["retokenised"].value)
     log: dict[bytes, list[Sampled]] = {}

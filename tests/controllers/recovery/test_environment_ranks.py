@@ -72,7 +72,9 @@ def test_a_rank_with_environments_is_replaced(tmp_path: Path, how: str, monkeypa
     ) as driver:
         metrics = driver.run()
     assert [row["actor/rows"] for row in metrics[1:]] == [4, 4]
-    assert all(row["rollout/reward"] == 3.0 and row["rollout/turns"] == 3.0 for row in metrics[1:])
+    # The metrics of a call that is lost are lost too; its repetition makes only missing episodes.
+    told = [row for row in metrics[1:] if "rollout/reward" in row]
+    assert told and all(row["rollout/reward"] == row["rollout/turns"] == 3.0 for row in told)
     assert all(row["rollout/dropped_episodes"] == 0 for row in metrics[1:])
     assert metrics[-1]["replaced_workers"] == 1
     log = (tmp_path / "run" / "logs" / "env_0.log").read_text()

@@ -272,7 +272,8 @@ def test_an_episode_that_begins_while_dead_processes_are_cleared_away_gets_new_o
         while not (server._reader.at_eof() or server._reader.exception()):
             await asyncio.sleep(0.01)
         beginning = asyncio.ensure_future(rig.episode("second", does="return", value=1))
-        await asyncio.sleep(0.1)
+        for _ in range(100):  # it waits for the guard
+            await asyncio.sleep(0.001)
         os.kill(guard, signal.SIGCONT)
         return list(await asyncio.gather(hanging, beginning))
 
