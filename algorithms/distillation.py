@@ -106,8 +106,8 @@ class Jsd(Config):
     """
 
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """[share] Share of the teacher in the mixture. Lower it for gradients like those of the forward KL;
-    raise it for those of the reverse KL."""
+    """[share] Share of the teacher in the mixture. Lower it for gradients that resemble the
+    forward KL; raise it for the reverse KL."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
         p, q = student.exp(), teacher.exp()
@@ -223,7 +223,7 @@ def distillation(
     minibatches: int = 1,
 ) -> Any:
     """On-policy distillation (GKD, arXiv:2306.13649): the student (the actor) samples, and moves
-    towards the teacher's distribution at each of its own tokens.
+    towards the teacher's distribution at each token that it sampled.
 
     Args:
         teacher: a group that computes log-probabilities, such as a `ReferenceWorker` with a larger
@@ -281,7 +281,7 @@ def _check(loss: Loss, top: int, rewarded: bool, teacher: object) -> None:
         )
     if top and not rewarded and str(ADVANTAGES) in loss.reads:
         raise UserError(
-            f"distillation(loss={loss!r}): the loss reads advantages, but there is no reward; give reward=..., or leave policy out"
+            f"distillation(loss={loss!r}): the loss reads advantages, but no node computes a reward; give reward=..., or leave policy out"
         )
     if not top and isinstance(teacher, Mapping):
         raise UserError("distillation(top=0) takes one teacher; several need top=1 or more")

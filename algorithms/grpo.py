@@ -119,8 +119,8 @@ def first_of_group(
 )
 def mask_truncated(samples: Batch) -> tuple[Batch, Metrics]:
     """Mask responses that reached the length limit (overlong filtering, DAPO, arXiv:2503.14476,
-    §3.4): a reward of 0 for them says nothing about their content. Of an episode with a truncated
-    row, mask all rows.
+    §3.4): a reward of 0 for them says nothing about their content. If one row of an episode is
+    truncated, all its rows are masked.
 
     Before `group_advantages`, the masked responses do not vote in their group either; after it, they
     do. The metric `truncated_rows` counts the masked rows.

@@ -153,5 +153,5 @@ class KlPenalty(Config):
     weighted: bool = False
     """Multiply the estimate by the ratio of current and old policy, with a gradient. The value is then
     unbiased for stale rows, and the gradient includes how the sampling changes (the score function):
-    with `k1` or `k3`, it is that of the KL divergence itself (arXiv:2506.09477). Set it if rows are
+    with `k1` or `k3`, it is the gradient of the KL divergence (arXiv:2506.09477). Set it if rows are
     stale."""

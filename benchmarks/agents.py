@@ -13,11 +13,11 @@
 | `sandbox_start_ms` | milliseconds from a new sandbox to the end of `true` in it, median of 20 | none |
 | `sandbox_run_ms` | milliseconds of another `true` in the same sandbox, median of 20 | none |
 | `embodied` | seconds of 80 steps of environments with one part and with two, on a fake clock | 320, 161 |
-| `kills` | kills of harnesses, sandboxes, gateways, rollout ranks and drivers after which a run lost or repeated no episode, of 50 | 50 |
+| `kills` | of 50 kills of harnesses, sandboxes, gateways, rollout ranks and drivers: those that cost a run no episode and repeated none | 50 |
 | `kills_s` | seconds of these runs | none |
 | `endpoint_overhead` | tokens/s of the bare engine over the gateway's with 64 sessions, median of 5 | at most 1.1 |
 | `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |
-| `idle_share` | share of time in which the engine has no request, with slow tools in 64 sessions | at most 0.15 |
+| `idle_share` | share of time without a request in the engine, with slow tools in 64 sessions | at most 0.15 |
 
 `exact` takes the original chat templates that TRL ships, if `make bench-peers` has installed it. Otherwise, and
 for Mistral, it takes the templates of `tests/workers/chat_families.py`.

@@ -26,7 +26,7 @@ LOG = "gateway.log"
 START_S = 120.0
 """[s] Longest wait for the process to be up."""
 STARTS = 3
-"""Attempts to start a process that dies meanwhile."""
+"""Attempts to start a process that dies during its start."""
 CLOSE_S = 10.0
 """[s] Longest wait for the process to end."""
 MOST_STARTS = 20
@@ -105,7 +105,7 @@ class GatewayProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> ChildProcess:
-        """Start the process, and wait until it is up. Start it again if it dies meanwhile."""
+        """Start the process, and wait until it is up. Start it again if it dies before that."""
         for left in reversed(range(STARTS)):
             child, settings = self._begin()
             try:

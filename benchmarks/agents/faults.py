@@ -1,4 +1,4 @@
-"""An independent check of what an agents' run has published, against what its harness has seen."""
+"""An independent check: compare the published rows of an agents' run with the records of its harness."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _key(logprobs: Iterable[float]) -> tuple[float, ...]:
 def _of_evidence(
     row: Row, evidence: Mapping[tuple[float, ...], list[Row]], decode: Callable[[list[int]], str]
 ) -> Iterator[str]:
-    """Compare a row with what the attempts have seen that sampled its tokens, by log-probabilities."""
+    """Find the attempts that sampled a row by its log-probabilities, and compare their records with the row."""
     pairs = zip(row["response_logprobs"], row["response_mask"], strict=True)
     seen = evidence.get(_key(logprob for logprob, own in pairs if own), [])
     own = [one for one in seen if np.float32(one["reward"]) == np.float32(row["reward"])]

@@ -252,7 +252,7 @@ def left_behind(run: Path, cluster: set[int]) -> list[str]:
 
 @contextmanager
 def cluster(root: Path) -> Iterator[str]:
-    """Start a Ray cluster of one node with files of its own, and yield its address."""
+    """Start a Ray cluster of one node in a new folder, and yield its address."""
     # Ray reads these when it is imported.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_TMPDIR": str(root)}
@@ -311,7 +311,7 @@ def run_all(root: Path, seed: int, runs: int) -> dict[str, Any]:
 
 
 def measure(seed: int = 0, runs: int = RUNS) -> dict[str, Any]:
-    """Return `kills` and `kills_s`. Runs in a process of its own, which adopts all orphans."""
+    """Return `kills` and `kills_s`. Runs in a new process, which adopts all orphans."""
     command = [sys.executable, __file__, "--seed", str(seed), "--runs", str(runs)]
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

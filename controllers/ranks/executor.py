@@ -196,7 +196,7 @@ def _parts(result: Iterator[Any], given_up: list[int]) -> Iterator[Any]:
 KEEPALIVE_S = 5.0
 """[s] A worker that advances sends a reply at least this often."""
 IDLE_S = 1.0
-"""[s] A call that waits for something gets a turn at least this often, in which the worker advances."""
+"""[s] A call that waits for something gets a turn, and the worker advances, at least this often."""
 OnReply = Callable[[Reply], None]
 
 
@@ -210,7 +210,7 @@ class _Running:
     interruptible: bool
     started: bool = False
     idle_until: float = -math.inf
-    """[s] Time at which the call needs its next turn if nothing wakes it."""
+    """[s] When the call needs its next turn if nothing wakes it."""
 
     @property
     def number(self) -> int:

@@ -231,8 +231,8 @@ class Group:
         """Step of the last update that trained on the group."""
         self.tokens = tokens
         self.version: int | None = None
-        """Policy version from which the group ages: that of the claim that began its generation, if
-        the claim has one, or of an older row. None without either."""
+        """Policy version that sets the age of the group: the version of the claim that began its
+        generation, if the claim has one, or of an older row. None without either."""
         self.levels = [LevelRows(level, num_nodes) for level in above]
         self.complete = [False] * len(above)
         """Whether all rows of each level exist."""

@@ -1,4 +1,4 @@
-"""Staleness: the policy version of an episode, and what becomes of groups that are too old.
+"""Staleness: the policy version of an episode, and the fate of groups that are too old.
 
 The rank that publishes a row computes its version (`row_versions`). The ledger, its log and the
 checker compare only these numbers with the bound, so they hold for any `VersionOf`.

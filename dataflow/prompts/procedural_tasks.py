@@ -15,13 +15,13 @@ TAGGED = "Give the final answer between <answer> and </answer>."
 def task_rows(
     task: str, size: int, seed: int, level: int | None, difficulty: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return rows of a task, all different: `prompt`, `answer`, and the columns with which the grader
-    makes the same task again, `task`, `task_settings` (JSON) and `task_number`.
+    """Return rows of a task, all different: `prompt`, `answer`, and the columns that the grader
+    needs to make the same task again, `task`, `task_settings` (JSON) and `task_number`.
 
     Args:
         level: level of the task's curriculum in all of its attributes, from 0; None for the
             defaults.
-        difficulty: settings of the task, which replace those of the level.
+        difficulty: settings of the task, which replace the settings of the level.
     """
     settings = {**_level_settings(task, level), **difficulty, "seed": seed, "size": size}
     made = task_set(task, text := json.dumps(settings, sort_keys=True))

@@ -51,7 +51,7 @@ def test_the_gradients_of_the_estimators_are_those_that_they_state():
     assert expected(k1).abs().max() < 1e-12
     torch.testing.assert_close(expected(k2), forward)
     torch.testing.assert_close(expected(k3), backward)
-    # Weighted by the ratio, whose draws have a gradient, both unbiased estimators have that of the KL.
+    # Weighted by the ratio, whose draws have a gradient, both unbiased estimators have the gradient of the KL.
     for estimator in (k1, k3):
         weighted = (weights * (p - p.detach()).exp() * estimator(p, q)).sum()
         torch.testing.assert_close(torch.autograd.grad(weighted, logits, retain_graph=True)[0], forward)

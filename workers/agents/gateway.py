@@ -242,7 +242,7 @@ class Gateway:
             await self._replicas.rest(replica)
 
     async def _lose(self, replica: Replica) -> None:
-        """Keep the episodes of a rank that is gone, until another one joins them."""
+        """Keep the episodes of a rank that is gone, until another rank joins them."""
         for episode in list(self._episodes.values()):
             if episode.owners == {replica}:
                 episode.lost += 1

@@ -138,7 +138,7 @@ class Harness(Config):
     def plan(self) -> HarnessPlan:
         """Return the harness as plain values. Raises a UserError if it cannot be started.
 
-        A copy on another node returns the same: its paths and variables are those of the driver, which
+        A copy on another node returns the same: its paths and variables come from the driver, which
         makes the plan first.
         """
         self._plan = self._plan or self._new_plan()

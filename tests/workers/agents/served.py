@@ -110,7 +110,7 @@ class Served:
         finally:
             for rank in self.ranks:
                 await asyncio.to_thread(rank.close)
-            await gateway.close()  # ends unfinished episodes, for whose requests the server would wait
+            await gateway.close()  # ends unfinished episodes; the server would wait for their requests
             server.should_exit = True
             await serving
 

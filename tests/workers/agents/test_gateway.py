@@ -530,7 +530,7 @@ def test_a_turn_that_ends_while_another_is_aborted_does_not_fail_the_episode(
 
     async def slow_send(websocket: Any, record: Any) -> bool:
         if isinstance(record, Abort):
-            for _ in range(300):  # other turns may end meanwhile
+            for _ in range(300):  # other turns may end now
                 await asyncio.sleep(0.001)
         return await send(websocket, record)
 

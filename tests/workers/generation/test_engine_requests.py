@@ -253,7 +253,7 @@ def test_vllm_enforces_the_structure_of_each_request(
 
 @pytest.mark.vllm
 def test_likeliest_tokens_by_vllm_are_those_of_a_forward_pass(vllm: VllmEngine, model: Any):
-    """Also beside a request that samples, whose tokens stay the same."""
+    """The tokens of a request that is being sampled stay the same."""
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(3, VOCABULARY, n).astype(np.int32) for n in (1, 4, 7)]
     responses = [drawn.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 1, 0)]
