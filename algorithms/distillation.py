@@ -177,7 +177,8 @@ class Distillation(AggregatedLoss):
         metrics = observed(rows.trained > 0, watched)
         if self.policy is not None:
             of_policy, more = self.policy(logprobs, rows)
-            return loss_sum + of_policy, more | metrics  # a dict would wait for the device
+            both: Metrics = more | metrics  # pyright: ignore[reportOperatorIssue] # a dict would wait for the device
+            return loss_sum + of_policy, both
         return loss_sum, metrics
 
 

@@ -233,7 +233,7 @@ class FrozenLoss(Config):
         return False
 
 
-class Observed(Mapping[str, Metric]):
+class _Observed(Mapping[str, Metric]):
     """Metrics that stay on the device until their first read, so that the backward pass does not
     wait.
 
@@ -265,8 +265,8 @@ class Observed(Mapping[str, Metric]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __or__(self, other: Observed) -> Observed:
-        return Observed(*self._pieces, *other._pieces)
+    def __or__(self, other: _Observed) -> _Observed:
+        return _Observed(*self._pieces, *other._pieces)
 
     def __repr__(self) -> str:
         return repr(self._read)
@@ -278,7 +278,7 @@ def observed(
     *,
     largest: Mapping[str, Tensor] | None = None,
     counts: Mapping[str, Tensor] | None = None,
-) -> Observed:
+) -> _Observed:
     """Create the metrics of a loss over N things (tokens, rows or pairs), without a gradient.
 
     Args:
@@ -299,4 +299,4 @@ def observed(
         # With a single tensor, reading all metrics takes only one transfer.
         numbers = torch.stack([over.sum(), *tensors])
     kinds = {**dict.fromkeys(means, Mean), **dict.fromkeys(largest, Max), **dict.fromkeys(counts, Sum)}
-    return Observed((numbers, kinds))
+    return _Observed((numbers, kinds))

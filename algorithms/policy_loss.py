@@ -31,7 +31,7 @@ from ..dataflow.metrics import Metrics
 from .aggregation import AggregatedLoss
 from .corrections import Correction, combined
 from .kl import KlPenalty, k3
-from .loss import Loss, Observed, PackedRows, observed
+from .loss import Loss, PackedRows, observed
 from .protocols import Policy
 from .surrogates import MAX_LOG_RATIO, Clipped, Surrogate, tensors_of, token_ratio
 
@@ -131,7 +131,7 @@ class PolicyLoss(AggregatedLoss):
     def needs_entropy(self) -> bool:
         return self.entropy_coefficient > 0
 
-    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Observed]:
+    def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the loss (a scalar) before the engine divides it by the count, and metrics
         (`docs/metrics.md`).
 

@@ -185,7 +185,7 @@ def test_models_with_different_tokens_are_refused(models: tuple[Path, Path], tmp
     [
         ({"loss": PolicyLoss()}, "the loss ignores the teacher's tokens; take a Distillation, or top=0"),
         ({"loss": Distillation(), "top": 0}, "the loss must be a PolicyLoss"),
-        ({"loss": Distillation(policy=PolicyLoss())}, "there is no reward; give reward=..."),
+        ({"loss": Distillation(policy=PolicyLoss())}, "no node computes a reward; give reward=..."),
         ({"top": -1}, "top must be an integer of at least 1, not -1"),
     ],
 )
