@@ -230,10 +230,8 @@ class DiscoPop(Config):
 
 
 class SeparateComparison(Config):
-    """A comparison that also depends on how likely each response is, not only on their difference."""
-
-    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        raise NotImplementedError
+    """Base class: a comparison that also depends on how likely each response is, not only on their
+    difference. Subclasses define `__call__(chosen [P], rejected [P]) -> losses [P]`."""
 
 
 class ApoZero(SeparateComparison):

@@ -24,7 +24,13 @@ def task_rows(
         difficulty: settings of the task, which replace the settings of the level.
     """
     settings = {**_level_settings(task, level), **difficulty, "seed": seed, "size": size}
-    made = task_set(task, text := json.dumps(settings, sort_keys=True))
+    try:
+        text = json.dumps(settings, sort_keys=True)
+    except TypeError as error:
+        raise UserError(
+            f"reasoning_gym({task!r}): its settings must be values of JSON: {error}"
+        ) from error
+    made = task_set(task, text)
     rows: dict[str, dict[str, Any]] = {}
     for number in range(size):
         entry = made[number]

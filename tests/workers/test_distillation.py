@@ -210,3 +210,20 @@ def test_rows_that_a_teacher_damaged_are_refused(models: tuple[Path, Path]):
     ):
         student.update(rows, loss=Distillation())
     student.close()
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_rows_that_no_teacher_scored_are_refused_and_a_rank_may_have_none(
+    rows: int, models: tuple[Path, Path]
+):
+    student = ActorWorker(ActorConfig(model=str(models[0]), learning_rate=1e-3))
+    batch = make_rows(2).with_columns(domain=["math", "code"])
+    teacher = of_teacher(models[1])
+    found = teacher.top_logprobs(batch, top=4, where=("domain", "law")).slice(0, rows)
+    if rows:
+        with pytest.raises(UserError, match=r"column 'teacher_ids' has 0 values .* every row needs"):
+            student.update(found, loss=Distillation())
+    else:
+        assert student.update(found, loss=Distillation())["tokens"].value == 0
+    teacher.close()
+    student.close()

@@ -405,7 +405,7 @@ def _of_tokens(batch: Batch, column: str, vocabulary: int, owner: str) -> Tensor
         return torch.tensor(values)
     lengths, found = batch.lengths(RESPONSE_IDS), np.diff(starts)
     k = int((found // np.maximum(lengths, 1)).max(initial=0))
-    wrong = np.flatnonzero(found != k * lengths)
+    wrong = np.flatnonzero((found != k * lengths) | ((found == 0) & (lengths > 0)))
     if len(wrong):
         i = wrong[0]
         raise UserError(
@@ -413,14 +413,14 @@ def _of_tokens(batch: Batch, column: str, vocabulary: int, owner: str) -> Tensor
             f"have {k} for each token; every row needs a teacher, and all teachers the same `top`"
         )
     if column != str(TEACHER_IDS):
-        return torch.tensor(values).view(-1, k)
+        return torch.tensor(values).view(int(lengths.sum()), k)
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
         wrong_id = values.max() if values.max() >= vocabulary else values.min()
         raise UserError(
             f"column {column!r} has token id {wrong_id}; {owner} has ids 0 to {vocabulary - 1}: a teacher must have the vocabulary of "
             "its student"
         )
-    return torch.tensor(values.astype(np.int64)).view(-1, k)
+    return torch.tensor(values.astype(np.int64)).view(int(lengths.sum()), k)
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:
