@@ -13,7 +13,7 @@
 | `sandbox_start_ms` | milliseconds from a new sandbox to the end of `true` in it, median of 20 | none |
 | `sandbox_run_ms` | milliseconds of another `true` in the same sandbox, median of 20 | none |
 | `embodied` | seconds of 80 steps of environments with one part and with two, on a fake clock | 320, 161 |
-| `kills` | of 50 kills of processes (harness, sandbox, gateway, rollout rank, driver): those that lost and repeated no episode | 50 |
+| `kills` | kills of processes (harness, sandbox, gateway, rollout rank, driver) that lost and repeated no episode, of 50 | 50 |
 | `kills_s` | seconds of these runs | none |
 | `endpoint_overhead` | tokens/s of the bare engine over the gateway's with 64 sessions, median of 5 | at most 1.1 |
 | `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |

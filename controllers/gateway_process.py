@@ -98,7 +98,7 @@ class GatewayProcess:
         self._child.close_input()
         self._child.wait(CLOSE_S)
         self._child.kill()
-        self._watching.join(START_S)  # it may be starting another one
+        self._watching.join(START_S)  # it may be starting the next process
         self._local.close()
         if self._remote is not None:
             self._remote.close()
@@ -162,7 +162,7 @@ class GatewayProcess:
             except (OSError, RunError) as error:
                 self._notes.put(str(error))
                 break
-            if self._closed:  # meanwhile, so that `close` has ended the one before
+            if self._closed:  # during the start, so that `close` has ended the process before
                 self._child.kill()
                 return
         self._notes.put("the gateway of the run's agents stays down; the run ends when a rank needs it")

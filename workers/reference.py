@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from ..dataflow.graph import Node
     from ..dataflow.source import Source
     from ..resharding.weights import Weights
+
+
+OF_TEACHER: Mapping[str, Any] = {
+    "dispatch": Dispatch.SPLIT_BY_DP,
+    "reads": lambda prompts, where: (prompts, RESPONSE_IDS, *([] if where is None else [where[0]])),
+    "writes": (TEACHER_IDS, TEACHER_LOGPROBS),
+}
+"""Declaration of `top_logprobs`, apart from optional columns."""
 
 
 class ReferenceConfig(ModelConfig):
@@ -86,12 +94,7 @@ class ReferenceWorker(EngineWorker):
             rows = rows.select([column for column in rows.columns if column != str(ROUTES)])
         return batch.with_columns(**{into: self.engine.logprobs(rows)})
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=lambda prompts, where: (prompts, RESPONSE_IDS, *([] if where is None else [where[0]])),
-        may_read=(TEMPERATURE, IMAGES, TEACHER_IDS, TEACHER_LOGPROBS),
-        writes=(TEACHER_IDS, TEACHER_LOGPROBS),
-    )
+    @remote(may_read=(TEMPERATURE, IMAGES, TEACHER_IDS, TEACHER_LOGPROBS), **OF_TEACHER)
     def top_logprobs(
         self,
         batch: Batch,

@@ -16,9 +16,8 @@ from ..dataflow.column import (
     TEMPERATURE,
 )
 from ..dataflow.errors import SampleError, UserError
-from .dispatch import Dispatch
 from .generation.vllm_engine import VllmEngine
-from .reference import Scores, check_top, with_teacher
+from .reference import OF_TEACHER, Scores, check_top, with_teacher
 from .rollout import RolloutConfig, RolloutWorker
 from .worker import remote
 
@@ -45,12 +44,7 @@ class TeacherWorker(RolloutWorker):
         for node in nodes:
             check_top(node.name, node.arguments.get("top", 1))
 
-    @remote(
-        dispatch=Dispatch.SPLIT_BY_DP,
-        reads=lambda prompts, where: (prompts, RESPONSE_IDS, *([] if where is None else [where[0]])),
-        may_read=(TEMPERATURE, TEACHER_IDS, TEACHER_LOGPROBS),
-        writes=(TEACHER_IDS, TEACHER_LOGPROBS),
-    )
+    @remote(may_read=(TEMPERATURE, TEACHER_IDS, TEACHER_LOGPROBS), **OF_TEACHER)
     def top_logprobs(
         self,
         batch: Batch,

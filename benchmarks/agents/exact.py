@@ -22,7 +22,6 @@ import itertools
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -316,7 +315,6 @@ def hold(
     from weft.dataflow.batch import Batch
     from weft.workers.agents.harness import Function
     from weft.workers.models.model_folder import read_vocabulary
-    from weft.workers.worker import IDLE
 
     prompts = Batch.of(
         **{name: [*seeds] for name in ("sample_id", "group_id", "parent_id", "seed")},
@@ -329,12 +327,10 @@ def hold(
     harness = Function(function=place, writes=("reward", "asked"), concurrency=16)
     made: list[Any] = []
     retokenised = 0
-    for part in worker.run(prompts, harness=harness, sampling=Sampling(max_tokens=max_tokens)):
-        if part is IDLE:
-            time.sleep(0.002)  # until harnesses ask again
-        elif part is not None:
-            made.append(part[0].rows)
-            retokenised += int(part[1]["retokenised"].value)
+    steps = worker.run(prompts, harness=harness, sampling=Sampling(max_tokens=max_tokens))
+    for children, metrics in worker.rank.parts_of(steps):
+        made.append(children.rows)
+        retokenised += int(metrics["retokenised"].value)
     log: dict[bytes, list[Sampled]] = {}
     for turn in worker.engine.turns:
         log.setdefault(turn.logprobs, []).append(turn)
@@ -374,17 +370,19 @@ def _write_model(place: Path, family: str, templates: Path) -> Path:
 def _new_worker(folder: Path, gateway: Any, family: str = "") -> Any:
     """Return a rollout worker whose engine logs its turns: a random engine for a family, or a real
     one."""
+    from as_rank import AsRank
     from random_engine import RandomEngine
 
     from weft.workers.rollout import RolloutConfig, RolloutWorker
-    from weft.workers.worker import Context
 
     class LoggedWorker(RolloutWorker):
+        rank = AsRank(gateway.address)
+
         def new_engine(self, **settings: Any) -> Any:
             return Logged(RandomEngine(folder, family) if family else super().new_engine(**settings))
 
     config = RolloutConfig(model=str(folder), engine="transformers", max_context=MAX_CONTEXT)
-    return LoggedWorker(config, Context(name="rollout", gateway=gateway.address))
+    return LoggedWorker(config, LoggedWorker.rank.context)
 
 
 def _gap(folder: Path, rows: Any) -> float:

@@ -52,7 +52,7 @@ def faults_of_rows(
     """Return what is wrong with the rows of a run.
 
     Args:
-        seen: what each attempt has seen (`killed_agents.solve`).
+        seen: the records of each attempt (`killed_agents.solve`).
     """
     found = [*_of_steps(rows, steps)]
     evidence: dict[tuple[float, ...], list[Row]] = {}

@@ -53,7 +53,7 @@ def show(phase: str) -> None:
 
 def solve(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
     """Talk to the model, with a command in a sandbox after each answer but the last. The reward depends
-    on all that was said."""
+    on the whole conversation."""
     show("start")
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
     logprobs: list[list[float]] = []

@@ -210,7 +210,7 @@ def killed_run(killed: Killed, steps: int, count: Iterator[int]) -> Outcome:
     return Outcome(survived, [])
 
 
-# What a run leaves behind
+# Leftovers of a run
 
 
 def left_running(run: Path, cluster: set[int]) -> list[str]:
@@ -237,7 +237,7 @@ def left_running(run: Path, cluster: set[int]) -> list[str]:
 
 def left_behind(run: Path, cluster: set[int]) -> list[str]:
     """Return processes and temporary files that are there a while after the end of a run. Temporary
-    files are beside the runs."""
+    files are in the folder of the runs."""
     until = time.monotonic() + ENDED_S
     while True:
         found = left_running(run, cluster)

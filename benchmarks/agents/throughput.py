@@ -20,7 +20,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -125,10 +124,10 @@ class Setting:
         os.sched_setaffinity(0, self.cores)  # before torch counts them
         sys.path.append(str(EXAMPLES))
         import tiny_qwen3  # pyright: ignore[reportMissingImports]
+        from as_rank import AsRank  # pyright: ignore[reportMissingImports]
 
         from weft.controllers.gateway_process import GatewayProcess
         from weft.workers.rollout import RolloutConfig, RolloutWorker
-        from weft.workers.worker import Context
 
         self.model = str(folder / "model")
         tiny_qwen3.make_model(folder / "model", ["number go on"])
@@ -143,9 +142,8 @@ class Setting:
             seeded=False,
             prefix_caching=engine == "vllm" or None,
         )
-        self._came = threading.Event()
-        context = Context(name="rollout", gateway=self.gateway.address, wake=self._came.set)
-        self.worker = RolloutWorker(config, context)
+        self.rank = AsRank(self.gateway.address)
+        self.worker = RolloutWorker(config, self.rank.context)
         self.engine = Watched(self.worker.engine)
         self.worker.engine = self.engine  # pyright: ignore[reportAttributeAccessIssue]
         self._calls = 0
@@ -183,7 +181,6 @@ class Setting:
     def run(self, rows: Sequence[dict[str, Any]], harness: Any, max_tokens: int) -> Iterator[Any]:
         """Run an episode of each row. Yield rows and metrics of `RolloutWorker.run`."""
         from weft.dataflow.batch import Batch
-        from weft.workers.worker import IDLE
 
         self._calls += 1
         ids = np.arange(len(rows)) + (self._calls << 20)
@@ -191,15 +188,11 @@ class Setting:
         prompts = Batch.of(sample_id=ids, group_id=ids, parent_id=ids, **columns)
         by_s = time.perf_counter() + DEADLINE_S
         with closing(self.worker.run(prompts, harness=harness, sampling=_sampling(max_tokens))) as steps:
-            for made in steps:
+            for made in self.rank.parts_of(steps):
                 assert time.perf_counter() < by_s, "episodes did not end"
-                if made is IDLE:  # as a rank, which sleeps until something comes
-                    self._came.wait(1.0)
-                    self._came.clear()
-                elif isinstance(made, tuple):
-                    lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
-                    assert not any(lost.values()), f"{lost}; see the harness's log"
-                    yield made
+                lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
+                assert not any(lost.values()), f"{lost}; see the harness's log"
+                yield made
 
     def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, float, list[Script]]:
         """Run episodes of `talk`. Return tokens per second, the engine's idle share, and the scripts."""

@@ -20,7 +20,7 @@ VersionOf: TypeAlias = Literal["oldest_token", "newest_turn"] | float
 
 - oldest_token: its oldest sampled token.
 - newest_turn: the oldest sampled token of its newest turn. A row without `turn_ends` is one turn.
-- a share s from 0 to 1: the newest version v for which at most this share of its sampled tokens is
+- a share s from 0 to 1: the newest version v such that at most this share of its sampled tokens is
   older than v. So the episode is too old if more than this share is. 0 is its oldest token.
 """
 

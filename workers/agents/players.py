@@ -33,8 +33,8 @@ class Player:
 class Players:
     """Plays episodes with the ranks of a group of environments. Interface of `EpisodeRunner`.
 
-    An episode waits for a free environment as long as there are ranks. It has no deadline of its own:
-    the ranks limit each call of a simulator and the number of turns.
+    An episode waits for a free environment as long as there are ranks. It has no deadline here: the
+    ranks limit each call of a simulator and the number of turns.
 
     Args:
         ask: tells the driver that ranks have come or gone, or that there are none.

@@ -23,7 +23,7 @@ from ..generation.engine import Response
 from .link import Abort, Hello, Record, Sample, Sampled, to_bytes, to_record
 
 BUSY = 4
-"""Turns at a replica from which another, idle one takes over its sessions."""
+"""An idle replica takes over sessions of a replica with this number of turns."""
 
 # The gateway's side of a link
 

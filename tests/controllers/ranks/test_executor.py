@@ -133,7 +133,7 @@ def test_a_call_that_makes_steps_reports_progress_after_a_silence(tmp_path: Path
 
 
 class Waiting(Worker):
-    """Waits until it is told to go on. Notes the calls that got a turn."""
+    """Waits for an event. Notes the calls that got a turn."""
 
     Config = ToyConfig
 

@@ -209,7 +209,7 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **more:
 
 
 def serve(tmp_path: Path, harness: Run, main: Callable[[Served], Awaitable[None]]) -> None:
-    """Run `main` beside a gateway whose episodes run this harness."""
+    """Run `main` with a gateway whose episodes run this harness."""
 
     async def run() -> None:
         served = Served(tmp_path)
