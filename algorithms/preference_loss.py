@@ -25,6 +25,7 @@ response, and s_l the score of the other. Every loss on pairs has the form
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -231,7 +232,12 @@ class DiscoPop(Config):
 
 class SeparateComparison(Config):
     """Base class: a comparison that also depends on how likely each response is, not only on their
-    difference. Subclasses define `__call__(chosen [P], rejected [P]) -> losses [P]`."""
+    difference."""
+
+    @abstractmethod
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return losses [P] for the rewards of both responses, [P] each."""
+        ...
 
 
 class ApoZero(SeparateComparison):
