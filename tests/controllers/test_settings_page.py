@@ -35,7 +35,6 @@ def declared() -> set[str]:
                     if isinstance(f, ast.AnnAssign) and "ClassVar" not in ast.unparse(f.annotation)
                 ]
                 names = [ast.unparse(field.target) for field in fields]
-                names = [name for name in names if not name.startswith("_")]
                 classes[node.name] = ([ast.unparse(each) for each in node.bases], names)
     of_settings, before = {"Config"}, 0
     while len(of_settings) > before:

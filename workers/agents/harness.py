@@ -110,7 +110,6 @@ class Harness(Config):
     variables: tuple[str, ...] = ()
     """Environment variables that the harness sees besides PATH, the locale and the like. Set it to
     the names of keys that the tools need; the harness sees no others."""
-    _plan: HarnessPlan | None = pydantic.PrivateAttr(None)
 
     @pydantic.model_validator(mode="after")
     def _writes_a_reward(self) -> Harness:
@@ -136,15 +135,7 @@ class Harness(Config):
         return sys.executable
 
     def plan(self) -> HarnessPlan:
-        """Return the harness as plain values. Raises a UserError if it cannot be started.
-
-        A copy on another node returns the same: its paths and variables come from the driver, which
-        makes the plan first.
-        """
-        self._plan = self._plan or self._new_plan()
-        return self._plan
-
-    def _new_plan(self) -> HarnessPlan:
+        """Return the harness as plain values. Raises a UserError if it cannot be started."""
         if missing := [name for name in self.variables if name not in os.environ]:
             raise UserError(
                 f"{type(self).__name__}.variables: the environment has no {missing[0]}; set it before the run starts"

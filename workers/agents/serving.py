@@ -243,7 +243,6 @@ class EpisodeCall:
         """
         if not ended:
             return None
-        ended = [self._with_few_rows(end) for end in ended]
         kept: list[Ended] = []
         parents: list[int] = []
         numbers: list[int] = []
@@ -266,16 +265,6 @@ class EpisodeCall:
         batch = _to_rows(kept, parents, self._harness, self._sampling)
         children = Children(batch, np.array(numbers, np.int64), np.array(finished, np.int64))
         return children, _metrics_of(ended)
-
-    def _with_few_rows(self, end: Ended) -> Ended:
-        """Return an episode; if it has more rows than can have ids, return it as one to drop."""
-        if len(end.rows) <= self._most_rows:
-            return end
-        failure = (
-            f"the episode has {len(end.rows)} rows, and with n={self._n} at most {self._most_rows} are possible: "
-            "its harness starts a new conversation for each turn, or changes earlier messages"
-        )
-        return replace(end, rows=(), scored=False, where="harness", failure=failure)
 
     def give_up(self, sample_ids: Collection[int]) -> list[int]:
         """Forget the unfinished episodes of these prompts, and return their ids."""

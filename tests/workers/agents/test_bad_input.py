@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from weft.workers.agents.protocol_fields import read_arguments
 from weft.workers.agents.runner import kind_of, result_of
 from weft.workers.rollout import RolloutWorker
 
-from .served import DEADLINE_S, Served, ask, chat, serve
+from .served import Served, ask, chat, serve
 
 USER = {"role": "user", "content": "a"}
 
@@ -165,36 +163,6 @@ def test_ever_new_conversations_end_an_episode_before_its_rows_are_too_many(tmp_
         rank.open(1, most_rows=3)
         ended = await rank.outcome(1)
         assert (len(ended.rows), ended.scored, ended.where) == (3, True, "model")
-
-    serve(tmp_path, harness, main)
-
-
-def test_an_episode_that_is_given_up_while_its_harness_loads_leaves_it_to_others(tmp_path: Path):
-    """Others wait for the same harness."""
-    loading, loaded = threading.Event(), asyncio.Event()
-
-    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
-        async with chat(base_url) as client:
-            await ask(client, [USER])
-        return 1.0
-
-    async def main(served: Served) -> None:
-        start = served._start
-
-        async def slow(*arguments: Any) -> Any:
-            loading.set()
-            await loaded.wait()
-            return await start(*arguments)
-
-        served.gateway._start = slow
-        rank = served.rank(lambda prompt: "b")
-        rank.open(1, 2)
-        await asyncio.to_thread(loading.wait, DEADLINE_S)
-        rank.give_up(1)
-        while len(served.gateway._episodes) > 1:
-            await asyncio.sleep(0.001)
-        loaded.set()
-        assert (await rank.outcome(2)).turns == 1
 
     serve(tmp_path, harness, main)
 

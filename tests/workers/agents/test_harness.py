@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pickle
 import sys
 import threading
 from collections.abc import Mapping
@@ -66,20 +65,6 @@ def test_a_bad_harness_is_refused_before_anything_starts(kind: Any, settings: An
     with pytest.raises(UserError) as caught:
         kind(**settings).plan()
     assert said in str(caught.value)
-
-
-def test_a_plan_keeps_the_paths_and_variables_of_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("SEARCH_KEY", "k")
-    monkeypatch.chdir(tmp_path)
-    Path("agent.py").touch()
-    harness = Command(command=(sys.executable, "agent.py"), variables=("SEARCH_KEY",))
-    plan = harness.plan()
-    sent = pickle.dumps(harness)
-    monkeypatch.delenv("SEARCH_KEY")
-    monkeypatch.chdir("/")
-    assert pickle.loads(sent).plan() == plan and plan.program["folder"] == str(tmp_path)
 
 
 def test_a_plan_survives_json():

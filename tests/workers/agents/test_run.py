@@ -10,16 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.workers.agents.harness import Function, as_harness
-from weft.workers.agents.link import Ended
-from weft.workers.agents.serving import EpisodeCall
-from weft.workers.agents.sessions import SessionRow
 from weft.workers.rollout import RolloutConfig, RolloutWorker
 from weft.workers.worker import IDLE, Children, Context
 
@@ -269,15 +265,3 @@ def test_the_driver_plans_a_harness_with_its_own_folder_and_variables(
     monkeypatch.delenv("SEARCH_KEY")
     arguments = pickle.loads(sent)
     assert as_harness(arguments["harness"]).plan() == plan and arguments["n"] == 2
-
-
-def test_an_episode_with_too_many_rows_is_dropped_and_the_run_goes_on():
-    """A policy may bring a harness to start one conversation after the other."""
-    none, one = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    row = SessionRow(none, one, one, one, one, one, one, "stop")
-    call = EpisodeCall(prompts(1), Function(function=_unused), 4096, Sampling(), lambda *_: None)
-    first, second = list(call.pending)[:2]
-    made = call.take([Ended(first, (row, row), {"reward": 1.0}), Ended(second, (row,), {"reward": 1.0})])
-    assert made is not None
-    assert made[0].rows["episode_id"].to_pylist() == [second]
-    assert made[1]["dropped_episodes"].value == made[1]["harness_failures"].value == 1
