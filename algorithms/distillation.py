@@ -12,6 +12,7 @@ k + 1 outcomes is exact except for the tail's inside, and at most the divergence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -110,8 +111,9 @@ class Jsd(Config):
     forward KL; raise it for the reverse KL."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        of_teacher, of_student = math.log(self.beta), math.log1p(-self.beta)
+        mixture = torch.logaddexp(teacher + of_teacher, student + of_student)
         p, q = student.exp(), teacher.exp()
-        mixture = (self.beta * q + (1 - self.beta) * p).log()
         return (self.beta * q * (teacher - mixture) + (1 - self.beta) * p * (student - mixture)).sum(-1)
 
 

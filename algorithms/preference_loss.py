@@ -219,12 +219,15 @@ class DiscoPop(Config):
     [0.8465...]
     """
 
-    temperature: float = Field(default=0.05, gt=0)
+    temperature: float = Field(default=0.05, gt=0, le=1)
     """[reward] Width of the change from one loss to the other. Raise it for a smoother change."""
 
     def __call__(self, ahead: Tensor) -> Tensor:
+        log_sigmoid = torch.nn.functional.logsigmoid
         gate = torch.sigmoid(ahead / self.temperature)
-        return -(1 - gate) * torch.nn.functional.logsigmoid(ahead) + gate * torch.exp(-ahead)
+        # One exponential: at a large negative z, the product of gate and exp(-z) would be 0 times infinity.
+        exponential = torch.exp(log_sigmoid(ahead / self.temperature) - ahead)
+        return -(1 - gate) * log_sigmoid(ahead) + exponential
 
 
 # Separate comparisons map both rewards, beta s_w and beta s_l, to losses [P].

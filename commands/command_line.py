@@ -122,7 +122,7 @@ class _ParsedCommand(NamedTuple):
     def answer(self) -> Answer:
         for name, value in self.arguments.items():
             option = f"--{name.replace('_', '-')} {value}"
-            if isinstance(value, int | float) and value < 0:
+            if isinstance(value, int | float) and not value >= 0:  # also refuses NaN
                 raise UserError(f"{option}: it must be 0 or more")
             if isinstance(value, int) and value > MAX_NUMBER:
                 raise UserError(f"{option}: it must be at most {MAX_NUMBER}")

@@ -53,8 +53,10 @@ def merge(
             if damage := verify_manifest(checkpoint):
                 raise RunError(f"{checkpoint} is damaged: {damage[0]}; move it away to merge the others")
             models.append(model_of(checkpoint, group))
-            values.append(1.0 if by is None else _value(run, step, by) ** alpha)
-    weights = [value / math.fsum(values) for value in values]
+            values.append(1.0 if by is None else _value(run, step, by))
+    # Divide by the largest first, so that no power overflows.
+    powers = [(value / max(values)) ** alpha for value in values]
+    weights = [power / math.fsum(powers) for power in powers]
     from ..workers.training.safetensors_files import write_average
 
     with written(out) as partial:

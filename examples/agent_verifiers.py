@@ -7,7 +7,8 @@ python examples/agent_verifiers.py                  with Ray and vLLM
 python examples/agent_verifiers.py --backend local  in one process without Ray and vLLM, so that breakpoints work
 
 The task set `textarena` is the real one, unmodified. It draws its words from NLTK's list of words,
-which it would download. This program writes a short list instead, with words of ten letters, so nothing is downloaded.
+which it would download. This program writes a short list instead, so nothing is downloaded. Its
+words use only ten letters.
 
 After the warm start, the model guesses any letter, again and again. It learns which letters there are,
 and not to repeat one.

@@ -181,7 +181,7 @@ class Outcome:
     faults: list[str]
 
 
-def killed_run(killed: Killed, steps: int, count: Iterator[int]) -> Outcome:
+def killed_run(killed: Killed, count: Iterator[int]) -> Outcome:
     """Run to the end, with a kill of each kind."""
     kinds = killed.rng.sample(KINDS, len(KINDS))
     survived: list[str] = []
@@ -296,7 +296,7 @@ def run_all(root: Path, seed: int, runs: int) -> dict[str, Any]:
             settings = {**SCHEDULES[number % len(SCHEDULES)], "steps": steps}
             given = {**settings, "folder": folder, "address": address}
             killed = Killed(place, f"run{number}", given, random.Random(f"{seed} {number}"))
-            outcome = killed_run(killed, steps, count)
+            outcome = killed_run(killed, count)
             path = place / killed.name
             found = outcome.faults or [
                 *faults(path, folder, steps, int(settings.get("max-staleness", 0))),

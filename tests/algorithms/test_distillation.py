@@ -75,6 +75,15 @@ def test_values_and_gradients_are_those_of_the_outcomes_and_a_tail(
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=repr)
+def test_impossible_tokens_give_finite_losses_and_gradients(divergence: Divergence):
+    student = torch.tensor([[0.0, -300.0, -1.0]], requires_grad=True)
+    teacher = torch.tensor([[-300.0, -300.0, 0.0]])
+    loss_sum = divergence(student.log_softmax(-1), teacher.log_softmax(-1)).sum()
+    [slope] = torch.autograd.grad(loss_sum, student)
+    assert loss_sum > 0 and slope.isfinite().all() and slope.abs().sum() > 0
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=repr)
 def test_one_token_reaches_the_teacher(divergence: Divergence):
     """The optimum is the teacher's distribution over its k tokens, and its mass of the others."""
     torch.manual_seed(0)

@@ -170,6 +170,16 @@ def test_losses_are_those_of_the_papers(name: str):
     torch.testing.assert_close(mine, gradient, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("z", [-3000.0, -90.0, 90.0, 3000.0])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_discopop_stays_finite_for_pairs_in_the_wrong_order(z: float, temperature: float):
+    ahead = torch.tensor([z], requires_grad=True)
+    [loss] = DiscoPop(temperature=temperature)(ahead)
+    [slope] = torch.autograd.grad(loss, ahead)
+    logistic = max(0.0, -z) if temperature < 1 else max(0.0, -z) + (z < 0)
+    assert loss.item() == pytest.approx(logistic, abs=1e-6) and slope.isfinite()
+
+
 def test_kto_weighs_good_and_bad_responses_by_themselves():
     loss = DesirabilityLoss(beta=0.7, weights=(2, 0.5))
     logprobs, rows = random_rows()

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from weft.__main__ import main
 from weft.dataflow.runs.manifest import write_manifest
@@ -79,12 +80,16 @@ def test_checkpoints_are_averaged_equally_or_by_a_metric(
     assert shares == pytest.approx([0.2, 0.8])
     for name, tensor in weights_of("good").items():
         torch.testing.assert_close(tensor, 0.2 * one[name] + 0.8 * two[name])
+    steep = ["merge", "two", "--out", "steep", "--by", "eval/score", "--alpha", "5000", "--json"]
+    assert main(steep) == 0
+    assert list(json.loads(capsys.readouterr().out)["weights"].values()) == [0.0, 1.0]
     assert main(["merge", "two", "--out", "last", "--last", "1"]) == 0
     assert all(torch.equal(t, two[n]) for n, t in weights_of("last").items())
     for words, says in (
         (["--out", "good"], "good exists already"),
         (["--out", "x", "--by", "eval/scroe"], "has no 'eval/scroe' at step 2"),
         (["--out", "x", "--last", "0"], "--last 0: it must be at least 1"),
+        (["--out", "x", "--alpha", "nan"], "--alpha nan: it must be 0 or more"),
     ):
         assert main(["merge", "two", *words]) == 2
         assert says in capsys.readouterr().err
@@ -112,6 +117,12 @@ def test_adapters_of_different_ranks_become_the_average_of_their_changes(
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, (one[name] + two[name]) / 2, atol=1e-6, rtol=1e-5)
     capsys.readouterr()
+    embedded = load_file(saved[1] / "adapter_model.safetensors")
+    embedded["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 40)
+    save_file(embedded, saved[1] / "adapter_model.safetensors")
+    complete(saved)
+    assert main(["merge", "two", "--out", "x"]) == 2
+    assert "lora_embedding_A', which cannot be averaged" in capsys.readouterr().err
     shutil.rmtree(saved[1])
     model(saved[1], 1)
     complete(saved)

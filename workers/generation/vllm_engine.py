@@ -210,6 +210,7 @@ class VllmEngine:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
             self._sleeping.wake()
+        k = min(k, self._vocabulary)  # vLLM refuses more
         wanted = SamplingParams(
             max_tokens=1,  # vLLM must sample; the token is discarded
             temperature=0,
@@ -243,7 +244,6 @@ class VllmEngine:
         finally:
             for name in names:
                 del self._scored[name]
-        k = min(k, self._vocabulary)
         parts = [
             _likeliest(flat, len(response), k) for flat, response in zip(found, responses, strict=True)
         ]

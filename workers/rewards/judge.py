@@ -80,7 +80,7 @@ class Judge(Config):
     """Required. Set it to the model's name on the server."""
     question: str = QUESTION
     """Prompt for the judge. Weft replaces `{prompt}`, `{response}`, `{answer}`, `{lowest}` and
-    `{highest}` by their values. Set one that names your task's criteria."""
+    `{highest}` by their values, and `{criteria}` by the criteria. Set one that names your task's criteria."""
     criteria: Mapping[str, float] = {}
     """Criteria with their weights, instead of one score; a negative weight is a penalty. A column
     `rubric` with such a mapping (or its JSON text) adds the criteria of a row. Set them if one score
@@ -121,7 +121,12 @@ class Judge(Config):
             raise ValueError(f"score={self.score!r} must have one group, which is the number")
         if self.criteria:
             _check_criteria(self.criteria)
+            self._check_question()
         return self
+
+    def _check_question(self) -> None:
+        if self.question != QUESTION and "{criteria}" not in self.question:
+            raise ValueError("question lacks {criteria}, where Weft puts the criteria; add it, or leave question out")
 
     @property
     def reward(self) -> Reward:
@@ -137,7 +142,8 @@ class Judge(Config):
         """Grade one response. Raises a RuntimeError (without the key) if it gets no score. The same
         question is asked once."""
         lowest, highest = (f"{end:g}" for end in self.scale)
-        criteria = {**self.criteria, **_rubric_of(rubric)}
+        if criteria := {**self.criteria, **_rubric_of(rubric)}:
+            self._check_question()
         reference = "(none)" if answer in (None, "") else answer_text(answer)
         values = {"prompt": prompt, "answer": reference, "response": response}
         values |= {"lowest": lowest, "highest": highest}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import operator
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _DTYPES = {
 }  # fmt: skip
 assert _DTYPES.keys() == DTYPES.keys()
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FACTOR = re.compile(r"\.lora_[AB]\.")
+"""Part of the names of an adapter's tensors that `write_average` knows how to join."""
 SHARDING = "DCP_SHARDING_INFO"
 """Metadata key of `torch.distributed.checkpoint` for the positions of parts in the full tensors."""
 
@@ -244,7 +247,7 @@ def write_average(models: Sequence[Path], weights: Sequence[float], folder: Path
             if tensor.file != file:
                 continue
             parts = [of_model[name] for of_model in stored]
-            if ".lora_A." in name or ".lora_B." in name:
+            if _FACTOR.search(name):
                 by_rank = 0 if ".lora_A." in name else 1
                 scaled = zip(parts, factors[by_rank], strict=True)
                 whole = torch.cat([factor * _content(part).float() for part, factor in scaled], by_rank)
@@ -286,6 +289,8 @@ def _adapter_factors(
     for other, model in zip(settings, models, strict=True):
         if other.get("use_dora") or other.get("rank_pattern") or other.get("alpha_pattern"):
             raise ValueError(f"{model} is no plain LoRA adapter (DoRA, or ranks that differ by layer)")
+        if odd := [name for name in _all_tensors(model) if "lora_" in name and not _FACTOR.search(name)]:
+            raise ValueError(f"{model} has {odd[0]!r}, which cannot be averaged; only lora_A and lora_B can")
         for name in ("base_model_name_or_path", "target_modules", "modules_to_save", "bias"):
             one, two = (
                 sorted(v) if isinstance(v, list) else v for v in (first.get(name), other.get(name))

@@ -279,6 +279,8 @@ def test_likeliest_tokens_by_vllm_are_those_of_a_forward_pass(vllm: VllmEngine, 
     with pytest.raises(GenerationError, match="vLLM cannot score row 0"):
         vllm.top_logprobs([np.full(100_000, 5, np.int32)], [np.array([3], np.int32)], 2)
     assert vllm.top_logprobs([], [], 2)[0].shape == (0, 2)
+    whole, _ = vllm.top_logprobs(prompts[:1], responses[:1], 1_000_000)
+    assert whole.shape == (5, model.config.vocab_size), "more tokens than the vocabulary has"
 
 
 @pytest.mark.vllm
