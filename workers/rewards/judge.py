@@ -126,7 +126,9 @@ class Judge(Config):
 
     def _check_question(self) -> None:
         if self.question != QUESTION and "{criteria}" not in self.question:
-            raise ValueError("question lacks {criteria}, where Weft puts the criteria; add it, or leave question out")
+            raise ValueError(
+                "question lacks {criteria}, where Weft puts the criteria; add it, or leave question out"
+            )
 
     @property
     def reward(self) -> Reward:

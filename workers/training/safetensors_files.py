@@ -290,7 +290,9 @@ def _adapter_factors(
         if other.get("use_dora") or other.get("rank_pattern") or other.get("alpha_pattern"):
             raise ValueError(f"{model} is no plain LoRA adapter (DoRA, or ranks that differ by layer)")
         if odd := [name for name in _all_tensors(model) if "lora_" in name and not _FACTOR.search(name)]:
-            raise ValueError(f"{model} has {odd[0]!r}, which cannot be averaged; only lora_A and lora_B can")
+            raise ValueError(
+                f"{model} has {odd[0]!r}, which cannot be averaged; only lora_A and lora_B can"
+            )
         for name in ("base_model_name_or_path", "target_modules", "modules_to_save", "bias"):
             one, two = (
                 sorted(v) if isinstance(v, list) else v for v in (first.get(name), other.get(name))

@@ -300,7 +300,7 @@ def test_a_judge_weighs_the_criteria_that_are_met_and_is_asked_once(address: str
     for criteria in ({"rude": -1}, {"right": float("nan")}):
         with pytest.raises(UserError, match=r"above 0|a finite number"):
             Judge(address=address, model="m", criteria=criteria)
-    with pytest.raises(UserError, match="question lacks {criteria}"):
+    with pytest.raises(UserError, match=r"question lacks \{criteria\}"):
         Judge(address=address, model="m", criteria={"right": 1}, question="Is {response} right?")
 
 
