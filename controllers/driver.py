@@ -6,7 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return package name -> version for the installed packages, without importing them."""
     found: dict[str, str] = {}
     for package in PACKAGES:

@@ -9,6 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, TextIO
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ _LONGEST = 1000
 """Maximum number of characters of a secret that stays hidden where a text is cut."""
 
 
+@lru_cache(4096)
 def is_secret_name(name: str) -> bool:
     """Whether a variable or setting with this name holds a secret.
 
@@ -103,14 +105,27 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     >>> redacted("postgres://ann:s3cret@db:5432/runs refused sk-proj-0123456789; Authorization: Bearer abc123def", {})
     'postgres://ann:[hidden]@db:5432/runs refused [hidden]; Authorization: Bearer [hidden]'
     """
-    found = os.environ if environment is None else environment
+    return _redacted(text, _secret_values(os.environ if environment is None else environment))
+
+
+def _secret_values(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the values of secret variables as they may occur in texts, and what to show instead."""
     values = {
-        value: name for name, value in found.items() if len(value) >= _SHORTEST and is_secret_name(name)
+        value: name
+        for name, value in environment.items()
+        if len(value) >= _SHORTEST and is_secret_name(name)
     }
-    for value in sorted(values, key=len, reverse=True):  # one value may contain another
-        # URLs have the percent-encoded form.
-        for written in (value, quote(value, safe="")):
-            text = text.replace(written, f"[value of {values[value]}]")
+    # Longest first: one value may contain another. URLs have the percent-encoded form.
+    return [
+        (written, f"[value of {values[value]}]")
+        for value in sorted(values, key=len, reverse=True)
+        for written in (value, quote(value, safe=""))
+    ]
+
+
+def _redacted(text: str, values: list[tuple[str, str]]) -> str:
+    for written, shown in values:
+        text = text.replace(written, shown)
     # Most texts contain nothing suspicious, so skip the slow patterns.
     folded = text.casefold()  # the patterns ignore case as well
     if any(sign in folded for sign in _SUSPICIOUS):
@@ -144,7 +159,7 @@ def both_ends(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: half + 1]} ... {text[-half - 1 :]}"
 
 
-def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> Any:
+def without_secrets(settings: Any, *, by_name: bool = True) -> Any:
     """Hide the secrets in settings (JSON values): fields with a secret's name, and parts of texts.
 
     `by_name=False` ignores field names, for data with fixed names such as a sample's `token`.
@@ -154,16 +169,18 @@ def without_secrets(settings: Any, name: str = "", *, by_name: bool = True) -> A
     >>> without_secrets({"base_url": "http://ann:pw@host/v1"})
     {'base_url': 'http://ann:[hidden]@host/v1'}
     """
-    if isinstance(settings, dict):
-        return {
-            redacted(str(key)): without_secrets(value, str(key), by_name=by_name)
-            for key, value in settings.items()
-        }
-    if isinstance(settings, list | tuple):
-        return [without_secrets(value, name, by_name=by_name) for value in settings]
-    if not isinstance(settings, str):
-        return settings
-    return _HIDDEN if by_name and settings and is_secret_name(name) else redacted(settings)
+    values = _secret_values(os.environ)
+
+    def hidden(part: Any, name: str) -> Any:
+        if isinstance(part, dict):
+            return {_redacted(str(key), values): hidden(each, str(key)) for key, each in part.items()}
+        if isinstance(part, list | tuple):
+            return [hidden(each, name) for each in part]
+        if not isinstance(part, str):
+            return part
+        return _HIDDEN if by_name and part and is_secret_name(name) else _redacted(part, values)
+
+    return hidden(settings, "")
 
 
 # Untrusted text

@@ -410,7 +410,6 @@ class FsdpEngine:
         only_adapter = self._sharded.adapter is not None and not merged
         for name, tensor in self.adapter_tensors() if only_adapter else self.named_tensors():
             if self.context.rank == 0:
-                # The iterator frees each gathered tensor, so copy it to the host.
                 gathered[name] = tensor.to("cpu", copy=True)
         if self.context.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -556,7 +555,8 @@ def _load_model(
     move_buffers(plain.causal_lm, device)
     tried = ResponseModel(plain.causal_lm, scalar=scalar)
     images = ImageReader(config.model, folder) if tried.sees else None
-    agreement = find_agreement(tried, sharded.full_base_tensor, by_layer=mesh is not None, images=images)
+    full = sharded.full_base_tensors()
+    agreement = find_agreement(tried, full, by_layer=mesh is not None, images=images)
     sharded.check_head(agreement.head_form)
     agreement.put_on(response)
     sharded.share_tokens(group_timeout(context))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
@@ -242,12 +242,16 @@ class ShardedModel:
         move_buffers(causal_lm, self.device)
         causal_lm._weight_conversions = weights.conversions
 
-    def full_base_tensor(self, name: str) -> Tensor:
-        """Return a full tensor of the base model, without the adapter. If the tensor is sharded,
-        all ranks must call this method."""
+    def full_base_tensors(self) -> Callable[[str], Tensor]:
+        """Return a function that returns a full tensor of the base model, without the adapter, by its
+        name. If the tensor is sharded, all ranks must call that function."""
         own = self.own_tensors()
-        path, _, last = name.rpartition(".")
-        return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
+
+        def full(name: str) -> Tensor:
+            path, _, last = name.rpartition(".")
+            return full_tensor(own[name if name in own else f"{path}.base_layer.{last}"]).to(self.device)
+
+        return full
 
     # Passes
 
@@ -305,8 +309,8 @@ class ShardedModel:
     # Weights
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and saved buffers by Hugging Face name, tied tensors
-        once."""
+        """Return this rank's parameters and saved buffers by Hugging Face name, tied tensors once.
+        Reading them frees tensors that FSDP has gathered."""
         module = self.model.causal_lm
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         stored = module.state_dict(keep_vars=True).items()
@@ -315,38 +319,19 @@ class ShardedModel:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self.config.dtype)
-        for unit, names in self._names_by_unit():
-            own = self.own_tensors()
-            # Gather an adapter's parameters one by one in float32; gathering a unit uses the dtype
-            # of its passes.
-            adapter = {name: full_tensor(own[name]) for name in names if is_adapter(name)}
-            # One collective gathers a unit. A rank holds only one gathered unit at a time.
-            if unit is not None:
-                unit.unshard()
-            try:
-                own = self.own_tensors()
-                for name in names:
-                    if name in adapter:
-                        continue
-                    full = full_tensor(own[name])
-                    if self.adapter is not None:
-                        name, full = self.adapter.merged(name, full, adapter)
-                    yield name, full.to(dtype) if full.is_floating_point() else full
-            finally:
-                if unit is not None:
-                    unit.reshard()
-
-    def _names_by_unit(self) -> list[tuple[FSDPModule | None, list[str]]]:
-        """Return the names of tensors, grouped by the FSDP unit that gathers them."""
-        units = {
-            name: module for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
-        }
-        names: dict[str | None, list[str]] = {}
-        for name in self.own_tensors():
-            inside = f"causal_lm.{name}"
-            around = [unit for unit in units if not unit or inside.startswith(f"{unit}.")]
-            names.setdefault(max(around, key=len, default=None), []).append(name)
-        return [(None if unit is None else units[unit], of_unit) for unit, of_unit in names.items()]
+        own = self.own_tensors()
+        adapters: dict[str, list[str]] = {}
+        for name in filter(is_adapter, own):
+            adapters.setdefault(name.rpartition(".lora_")[0], []).append(name)
+        for name, tensor in own.items():
+            if is_adapter(name):
+                continue
+            full = full_tensor(tensor)
+            if self.adapter is not None:
+                of_layer = adapters.get(name.rpartition(".base_layer.")[0], [])
+                factors = {each: full_tensor(own[each]) for each in of_layer}
+                name, full = self.adapter.merged(name, full, factors)
+            yield name, full.to(dtype) if full.is_floating_point() else full
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full float32 parameters of adapter and scalar head, one at a time."""
@@ -405,7 +390,7 @@ class ShardedModel:
             start, stop = rows * rank // ranks, rows * (rank + 1) // ranks
             if start < stop:
                 box = Box.along(shape, 0, start, stop) if shape else Box.full(shape)
-                # Clone, because FSDP frees the gathered tensor.
+                # Clone, so that the rest of the gathered tensor is freed.
                 yield TensorPart(name, shape, box, (tensor[start:stop] if shape else tensor).clone())
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
