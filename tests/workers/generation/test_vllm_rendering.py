@@ -36,7 +36,7 @@ TALK = (
 def test_weft_renders_the_tokens_that_vllm_renders(family: str, tmp_path: Path):
     from weft.workers.generation.vllm_rendering import VllmTemplate
 
-    folder = family_folder(tmp_path / "m", family)
+    folder = family_folder(tmp_path / family, family)
     theirs, ours = VllmTemplate(folder), Renderer.load(folder, tool_parser="none")
     talk = TALK
     if family == "gpt_oss":  # vLLM calls thinking "reasoning", which such a template does not read
@@ -75,7 +75,7 @@ def test_weft_reads_the_calls_that_vllm_reads(name: str, tmp_path: Path):
     from weft.workers.generation.vllm_rendering import load_tool_parser
 
     family = {"hermes": "qwen2", "llama3_json": "llama3", "mistral": "mistral"}[name]
-    theirs, ours = load_tool_parser(family_folder(tmp_path / "m", family), name), FORMATS[name]
+    theirs, ours = load_tool_parser(family_folder(tmp_path / name, family), name), FORMATS[name]
     assert [ours(text, [ADD]) for text in TEXTS[name]] == [theirs(text, [ADD]) for text in TEXTS[name]]
     assert ours(TEXTS[name][0], [ADD]) is not None and ours("No call.", [ADD]) is None
 
