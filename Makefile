@@ -17,7 +17,7 @@ demo: setup
 
 # Always write byte code: the tests start some two hundred processes that import Weft.
 test: setup .venv/.compiled
-	@PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow and not thorough" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu and not slow and not thorough" $(ARGS)
 
 check: lint types
 
