@@ -35,7 +35,7 @@ FAILED = pytest.StashKey[bool]()
 """Whether a phase of a test has failed."""
 LIBRARIES = {"datasets", "ray", "tensorboardX", "torch", "transformers", "vllm"}
 """Libraries that set environment variables on import."""
-FORKING = {"run_processes", "run_ranks", "program"}
+FORKING = {"run_processes", "run_ranks", "program", "server"}
 """Imports of modules whose tests fork processes."""
 
 

@@ -5,8 +5,10 @@ import doctest
 import importlib
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -284,6 +286,17 @@ def test_every_exception_is_in_the_tree_of_one_file():
     )
 
 
+Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented(definition: Documented) -> Iterator[Documented]:
+    """Yield a definition and those inside, without a walk through all expressions."""
+    yield definition
+    for inner in definition.body:
+        if isinstance(inner, Documented):
+            yield from documented(inner)
+
+
 def docstring_examples() -> list[doctest.DocTest]:
     """Return the `>>>` examples of every docstring, from the source, because decorators may hide
     docstrings."""
@@ -291,9 +304,7 @@ def docstring_examples() -> list[doctest.DocTest]:
     for file in library_files():
         if ">>>" not in file.read_text():  # both test processes collect: skip parsing for most files
             continue
-        for node in ast.walk(parsed(file)):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
+        for node in documented(parsed(file)):
             text = ast.get_docstring(node, clean=False)
             if text and ">>>" in text:
                 name = ".".join(

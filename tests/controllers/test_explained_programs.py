@@ -78,13 +78,12 @@ def runs_as_printed(tmp_path: Path, printed: str) -> None:
     assert (tmp_path / "runs" / "run" / "model" / "model.safetensors").exists(), printed
 
 
-QUICK = {"sft"}
-THOROUGH = {"dpo", "grpo", "ppo", "online_dpo", "kto"}
+THOROUGH = {"sft", "dpo", "grpo", "ppo", "online_dpo", "kto"}
 """One method per graph; the other methods differ in settings only."""
 
 
 def marks_of(method: str) -> list[pytest.MarkDecorator]:
-    return [] if method in QUICK else [pytest.mark.thorough if method in THOROUGH else pytest.mark.slow]
+    return [pytest.mark.thorough if method in THOROUGH else pytest.mark.slow]
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=marks_of(m)) for m in METHODS])
