@@ -17,7 +17,8 @@
 | `kills_s` | seconds of these runs | none |
 | `endpoint_overhead` | tokens/s of the bare engine over the gateway's with 64 sessions, median of 5 | at most 1.1 |
 | `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |
-| `idle_share` | share of time without a request in the engine, with slow tools in 64 sessions | at most 0.15 |
+| `idle_share` | share of time without a request in the engine, with slow tools in 64 sessions that are all in use | at most 0.15 |
+| `idle_share_to_the_end` | the same until the last episode ends | none |
 
 `exact` takes the original chat templates that TRL ships, if `make bench-peers` has installed it. Otherwise, and
 for Mistral, it takes the templates of `tests/workers/chat_families.py`.
@@ -37,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / "agents"), str(HERE)]
 FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
 FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied", "kills", "kills_s")
-FIGURES += ("endpoint_overhead", "bare_tokens_per_s", "idle_share")
+FIGURES += ("endpoint_overhead", "bare_tokens_per_s", "idle_share", "idle_share_to_the_end")
 PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills", "throughput")}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 

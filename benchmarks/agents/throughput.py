@@ -4,8 +4,9 @@
   turns: the same tokens between them, the same numbers of sampled tokens, and the same sampling. It
   starts the next turn of a session at once, without a harness.
 - `idle_share`: 160 episodes share 64 sessions, and call a tool after each turn. Its time is
-  log-normal. The figure is the share of time without any request, from the first turn to the end of
-  the last episode.
+  log-normal. The figure is the share of time without any request while all sessions are in use, from
+  the first turn until 64 episodes are left, as in a run whose next episodes follow at once.
+  `idle_share_to_the_end` includes those 64, the last of which wait for their tools alone.
 
 The rank, the gateway and the harness are the real ones. The engine has one half of the cores, and all
 other processes have the other half, because an engine on a GPU does not compete with them either.
@@ -194,16 +195,21 @@ class Setting:
                 assert not any(lost.values()), f"{lost}; see the harness's log"
                 yield made
 
-    def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, float, list[Script]]:
-        """Run episodes of `talk`. Return tokens per second, the engine's idle share, and the scripts."""
+    def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, tuple[float, float], list[Script]]:
+        """Run episodes of `talk`. Return tokens per second, the engine's idle share until SESSIONS
+        episodes are left and until the end, and the scripts."""
         from weft.workers.agents.harness import Function
 
         harness = Function(function=talk, concurrency=SESSIONS, deadline_s=DEADLINE_S)
         self.engine.watch()
         started_s = time.perf_counter()
-        made = [children.rows for children, _ in self.run(rows, harness, TURN_TOKENS[1])]
-        seconds, idle = time.perf_counter() - started_s, self.engine.idle_share
-        scripts = [script for some in made for script in _scripts(some)]
+        scripts: list[Script] = []
+        in_use = 0.0
+        for children, _ in self.run(rows, harness, TURN_TOKENS[1]):
+            if len(scripts) <= len(rows) - SESSIONS:
+                in_use = self.engine.idle_share
+            scripts += _scripts(children.rows)
+        seconds, idle = time.perf_counter() - started_s, (in_use, self.engine.idle_share)
         assert sum(len(one.tokens) for one in scripts) == sum(len(row["tokens"]) for row in rows)
         return sum(sum(script.tokens) for script in scripts) / seconds, idle, scripts
 
@@ -256,7 +262,8 @@ def figures() -> dict[str, Any]:
     return {
         "endpoint_overhead": round(median(bare / through for bare, through in pairs), 3),
         "bare_tokens_per_s": round(median(bare for bare, _ in pairs)),
-        "idle_share": round(idle, 3),
+        "idle_share": round(idle[0], 3),
+        "idle_share_to_the_end": round(idle[1], 3),
     }
 
 
@@ -273,7 +280,7 @@ def in_a_process(file: str) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """Return `endpoint_overhead`, `bare_tokens_per_s` and `idle_share`, measured in a new process."""
+    """Return `endpoint_overhead`, `bare_tokens_per_s` and the idle shares, measured in a new process."""
     return in_a_process(__file__)
 
 
