@@ -10,6 +10,7 @@ PreferenceLoss(comparison=NoiseContrastive())                                   
 PreferenceLoss(comparison=DiscoPop())                                               DiscoPOP
 PreferenceLoss(score=DivergenceRatio(divergence="js"))                              f-DPO
 PreferenceLoss(score=LogRatio(per_token=True))                                      length-normalised DPO
+PreferenceLoss(score=LogRatio(beyond=0.5))                                          LD-DPO
 PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)               SimPO
 PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
@@ -67,16 +68,34 @@ class LogRatio(LikelihoodScore):
     """s = sum_t log p(y_t) - log p_ref(y_t): DPO's implicit reward over beta (arXiv:2305.18290, eq.
     5, without log Z).
 
-    >>> rows = PackedRows.of([2, 1], reference_logprobs=[-1.0, -1.0, -3.0])
+    >>> rows = PackedRows.of([2, 1], reference_logprobs=[-1.0, -1.0, -3.0], group_id=[7, 7])
     >>> logprobs = torch.tensor([-0.5, -0.5, -1.0])
     >>> LogRatio()(logprobs, rows).tolist(), LogRatio(per_token=True)(logprobs, rows).tolist()
     ([1.0, 2.0], [0.5, 2.0])
+    >>> LogRatio(beyond=0.5)(logprobs, rows).tolist()  # the second token counts half
+    [0.75, 2.0]
     """
+
+    beyond: float = Field(default=1.0, ge=0, le=1)
+    """[factor] Weight of the trained tokens of a longer response beyond the length of the other
+    response of its pair (LD-DPO's alpha, arXiv:2409.06411). Lower it if responses grow
+    longer; 0 compares equal lengths."""
 
     reads: ClassVar[tuple[str, ...]] = (str(REFERENCE_LOGPROBS),)
 
+    @model_validator(mode="after")
+    def _sums_what_it_weighs(self) -> LogRatio:
+        if self.per_token and self.beyond != 1:
+            raise ValueError(
+                f"per_token=True already ignores lengths, so beyond must be 1, not {self.beyond:g}"
+            )
+        return self
+
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> Tensor:
-        return _of_rows(logprobs - rows[REFERENCE_LOGPROBS], rows, self.per_token)
+        ratios = logprobs - rows[REFERENCE_LOGPROBS]
+        if self.beyond != 1:
+            ratios = ratios * torch.where(_in_shorter(rows), 1.0, self.beyond)
+        return _of_rows(ratios, rows, self.per_token)
 
 
 class DivergenceRatio(Config):
@@ -464,6 +483,23 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0
     [0.6931..., 3.0485...]
     """
     return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+
+
+def _in_shorter(rows: PackedRows) -> Tensor:
+    """Return whether each token is within the length of the shorter response of its pair, [T] bool.
+    Only trained tokens count. A row without a partner is its own pair."""
+    trained = rows.trained
+    # A stable sort by group puts the rows of a pair next to each other, without a wait for the device.
+    order = rows[GROUP_ID].argsort(stable=True)
+    lengths = rows.trained_lengths[order]
+    paired = rows[GROUP_ID][order].diff() == 0
+    alone = torch.full_like(lengths[:1], torch.inf)
+    before = torch.cat([alone, torch.where(paired, lengths[:-1], torch.inf)])
+    after = torch.cat([torch.where(paired, lengths[1:], torch.inf), alone])
+    shorter = torch.empty_like(lengths).index_copy(0, order, torch.minimum(before, after))
+    place = trained.cumsum(0)  # counts from 1, over all rows
+    start = torch.nn.functional.pad(rows.trained_lengths.cumsum(0), (1, 0))[:-1]
+    return place - rows.per_token(start) <= rows.per_token(shorter)
 
 
 def _of_rows(values: Tensor, rows: PackedRows, per_token: bool) -> Tensor:

@@ -119,6 +119,7 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
 EVERY: dict[str, Loss] = {
     **{name: case[0] for name, case in CASES.items()},
     "kto": DesirabilityLoss(beta=0.7),
+    "ld-dpo": PreferenceLoss(score=LogRatio(beyond=0.3)),
 }
 
 
@@ -168,6 +169,27 @@ def test_losses_are_those_of_the_papers(name: str):
     value, mine = value_and_gradient(loss, logprobs, rows)
     assert value == pytest.approx(expected.item(), rel=1e-6) and loss.count(rows) == 3
     torch.testing.assert_close(mine, gradient, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("beyond", [0.0, 0.3])
+def test_tokens_beyond_the_shorter_response_count_less(beyond: float):
+    logprobs, rows = random_rows()
+    expected = torch.zeros((), dtype=torch.float64)
+    for group in sorted(set(GROUPS)):
+        both = sorted((k for k in range(6) if GROUPS[k] == group), key=lambda k: -PREFERRED[k])
+        w, r = (of_row(logprobs - rows["reference_logprobs"], rows, k) for k in both)
+        length = min(len(w), len(r))
+        expected = expected + dpo(
+            *(each[:length].sum() + beyond * each[length:].sum() for each in (w, r))
+        )
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    loss = PreferenceLoss(score=LogRatio(beyond=beyond))
+    value, mine = value_and_gradient(loss, logprobs, rows)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(mine, gradient, atol=1e-7, rtol=1e-6)
+    assert value != value_and_gradient(PreferenceLoss(), logprobs, rows)[0]
+    with pytest.raises(UserError, match=r"beyond must be 1, not 0\.5"):
+        LogRatio(per_token=True, beyond=0.5)
 
 
 @pytest.mark.parametrize("z", [-3000.0, -90.0, 90.0, 3000.0])

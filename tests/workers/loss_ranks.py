@@ -108,6 +108,7 @@ LOSSES: dict[str, Case] = {
     "f-dpo, discopop": Case(
         PreferenceLoss(score=preference.DivergenceRatio(), comparison=preference.DiscoPop())
     ),
+    "ld-dpo": Case(PreferenceLoss(score=preference.LogRatio(beyond=0.3))),
     "hinge": Case(PreferenceLoss(comparison=preference.Hinge())),
     "simpo": Case(PreferenceLoss(beta=2, score=preference.LogLikelihood(per_token=True), margin=1)),
     "orpo": Case(PreferenceLoss(beta=1, score=preference.LogOdds(), weight=0.1, likelihood=1)),
