@@ -20,6 +20,7 @@ from ..dataflow.metrics import Mean, Metric, Metrics, Sum
 from ..dataflow.operation import GROUPS, Quorum, Shape, node
 from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized, have_equal_rewards
+from .covariance import with_covariance
 from .loss import Loss
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, scored
@@ -79,6 +80,7 @@ def grpo(
     if entropies or needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=entropies)
     samples = group_advantages(samples, estimator=advantages)
+    samples = with_covariance(samples, loss=loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 

@@ -21,6 +21,7 @@ from .advantages import (
     valid_groups_centred,
 )
 from .aggregation import FixedLength, sequence_mean
+from .covariance import ClipCov, KlCov
 from .distillation import distillation
 from .grpo import grpo
 from .kl import KlPenalty
@@ -30,7 +31,7 @@ from .ppo import ppo
 from .preference import dpo, kto, online_dpo
 from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
 from .protocols import Trainable
-from .surrogates import Cispo, Clipped, PlainPolicyGradient, sequence_product, sequence_ratio
+from .surrogates import Cispo, Clipped, PlainPolicyGradient, Unclipped, sequence_product, sequence_ratio
 
 
 @graph
@@ -122,6 +123,8 @@ METHODS: Mapping[str, Method] = {
     "dapo": Method(grpo, {"loss": PolicyLoss(surrogate=Clipped(high=0.28))}),
     "gspo": Method(grpo, {"loss": _GSPO}),
     "cispo": Method(grpo, {"loss": PolicyLoss(surrogate=Cispo(high=4.0))}),
+    "clip_cov": Method(grpo, {"loss": PolicyLoss(covariance=ClipCov())}),
+    "kl_cov": Method(grpo, {"loss": PolicyLoss(covariance=KlCov(), surrogate=Unclipped())}),
     "rloo": Method(grpo, {"advantages": leave_one_out, "loss": _RLOO}),
     "remax": Method(grpo, {"advantages": greedy_baseline, "loss": _PLAIN}),
     "opo": Method(grpo, {"advantages": length_weighted, "loss": _PLAIN}),

@@ -10,6 +10,8 @@ PolicyLoss(surrogate=Cispo(high=4.0))                                   CISPO
 PolicyLoss(surrogate=Sapo(), aggregation=sequence_mean)                 SAPO
 PolicyLoss(correction=TruncatedImportance(cap=2.0))                     truncated importance sampling (TIS)
 PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decoupled PPO
+PolicyLoss(covariance=ClipCov())                                        Clip-Cov
+PolicyLoss(covariance=KlCov(), surrogate=Unclipped())                   KL-Cov
 PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0))))            IcePop
 """
 
@@ -22,6 +24,7 @@ from pydantic import Field, model_validator
 
 from ..dataflow.column import (
     ADVANTAGES,
+    HIGH_COVARIANCE,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     RESPONSE_LOGPROBS,
@@ -30,6 +33,7 @@ from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
 from .aggregation import AggregatedLoss
 from .corrections import Correction, combined
+from .covariance import CovarianceRule
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
@@ -64,6 +68,9 @@ class PolicyLoss(AggregatedLoss):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """[loss/nat] Coefficient of the entropy bonus, which costs one more pass over the logits if
     above 0. Raise it if entropy collapses."""
+    covariance: CovarianceRule | None = None
+    """Treatment of the tokens that lower the entropy most: `ClipCov()` or `KlCov()`. Set it if entropy
+    collapses and an entropy bonus does not help."""
     old: str | None = None
     """Column with the old policy's log-probabilities, the denominator of the ratio. With None,
     token ratios use the generator's `response_logprobs`. Sequence ratios, and ratios combined with
@@ -103,6 +110,7 @@ class PolicyLoss(AggregatedLoss):
         wanted = [str(ADVANTAGES), self.old or ("" if self._compares_with_trainer else generator)]
         wanted += [generator] if self._corrections else []
         wanted += [str(REFERENCE_LOGPROBS)] if self.kl else []
+        wanted += [str(HIGH_COVARIANCE)] if self.covariance else []
         return tuple(dict.fromkeys(filter(None, wanted)))
 
     @property
@@ -154,6 +162,10 @@ class PolicyLoss(AggregatedLoss):
         # sign.
         approx_kl = k3(-log_ratio.detach(), torch.zeros_like(log_ratio))
         watched = {"clip_fraction": clipped, "approx_kl": approx_kl}
+        if self.covariance:
+            marked = only(rows[HIGH_COVARIANCE]) > 0
+            losses = self.covariance(losses, log_ratio.clamp(max=MAX_LOG_RATIO), marked)
+            watched["high_covariance_fraction"] = marked
         largest: dict[str, Tensor] = {}
         counted: dict[str, Tensor] = {}
         if self._corrections or RESPONSE_LOGPROBS in rows:

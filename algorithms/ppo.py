@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROBS
 from ..dataflow.tracing import graph
+from .covariance import with_covariance
 from .loss import Loss
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, Trainable
@@ -67,5 +68,6 @@ def ppo(
         samples = kl.update(kl.token_rewards(samples, old=old), old=old)
     samples = critic.values(samples)
     samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)
+    samples = with_covariance(samples, loss=loss)
     samples = critic.update(samples, loss=value_loss, epochs=epochs, minibatches=minibatches)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)

@@ -131,6 +131,12 @@ OLD_LOGPROBS = Column(
     "[L] nats, under the actor before the update",
     "the actor makes it: samples = old_logprobs(samples, actor=actor) (weft.algorithms.policy_loss)",
 )
+HIGH_COVARIANCE = Column(
+    "high_covariance",
+    FLAGS,
+    "[L] 1 for tokens whose log-probability and advantage have a high covariance, otherwise 0",
+    "the graph marks them: samples = with_covariance(samples, loss=loss) (weft.algorithms.covariance)",
+)
 ENTROPIES = Column(
     "entropies",
     FLOATS,
@@ -203,7 +209,7 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS),
         *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
         *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
-        *(TEACHER_IDS, TEACHER_LOGPROBS),
+        *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),

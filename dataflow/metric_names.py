@@ -228,6 +228,8 @@ GROUP/truncated_fraction | 0 to 1 | share of tokens with a truncated importance 
 GROUP/masked_fraction | 0 to 1 | share of tokens that corrections mask | below 0.05 | above 0.3
 GROUP/masked_tokens | tokens | tokens that corrections mask | few
 GROUP/masked_rows | rows | rows that corrections mask completely | few
+GROUP/high_covariance_fraction | 0 to 1 | share of tokens that Clip-Cov or KL-Cov treats differently |
+    near `share` | far below: few tokens are within `bounds`
 """,
     ),
     _section(

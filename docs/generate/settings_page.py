@@ -25,6 +25,7 @@ from weft.algorithms.corrections import (
     Rejection,
     TruncatedImportance,
 )
+from weft.algorithms.covariance import ClipCov, CovarianceRule, KlCov
 from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.graders.math import Gsm8k
 from weft.algorithms.graders.procedural import ReasoningGym
@@ -152,6 +153,9 @@ SECTIONS = (
                 TruncatedImportance,
                 Rejection,
                 DriftRejection,
+                CovarianceRule,
+                ClipCov,
+                KlCov,
                 Distillation,
                 Jsd,
                 ValueLoss,

@@ -14,6 +14,7 @@ from spmd import one_step, take_over
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean
 from weft.algorithms.corrections import DriftRejection, Rejection, TruncatedImportance
+from weft.algorithms.covariance import ClipCov, KlCov
 from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
 from weft.algorithms.loss import Loss
@@ -96,6 +97,8 @@ LOSSES: dict[str, Case] = {
             kl=KlPenalty(coefficient=0.1, weighted=True),
         )
     ),
+    "clip-cov": Case(PolicyLoss(covariance=ClipCov())),
+    "kl-cov": Case(PolicyLoss(covariance=KlCov(coefficient=0.3), surrogate=Unclipped())),
     "drift": Case(PolicyLoss(correction=DriftRejection(limit=0.05))),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),

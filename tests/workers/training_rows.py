@@ -52,6 +52,7 @@ def make_pairs(rows: Batch) -> Batch:
     mask, number = mask.copy(), int(cu_seqlens[-1])
     mask[cu_seqlens[5] : cu_seqlens[6]] = 0
     drawn = {name: rng.normal(size=number).astype(np.float32) for name in ("values", "returns")}
+    marked = (np.random.default_rng(4).random(number) < 0.2).astype(np.uint8)
     trained = np.diff(np.concatenate([[0], np.cumsum(mask)])[cu_seqlens])
     episode = np.arange(22) // 3
     shares = rng.dirichlet(np.ones(4), number)[:, :3].astype(np.float32)
@@ -65,6 +66,7 @@ def make_pairs(rows: Batch) -> Batch:
         response_mask=(mask, cu_seqlens),
         response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
         step_labels=(labels, cu_seqlens),
+        high_covariance=(marked, cu_seqlens),
         teacher_ids=(np.argsort(rng.random((number, 97)))[:, :3].ravel(), cu_seqlens * 3),
         teacher_logprobs=(np.log(shares).ravel(), cu_seqlens * 3),
         **{name: (column, cu_seqlens) for name, column in drawn.items()},
