@@ -90,7 +90,7 @@ def test_axe_finds_nothing(look, dark: bool):
 
 def test_a_new_step_of_a_live_run_is_on_the_page_at_once_and_nothing_jumps(look, live: str):
     window = look()
-    window.show("curves", run=live, smooth=0)  # a smoothed curve is drawn anew as two after 20 steps
+    window.show("curves", run=live, smooth=0)  # after 20 steps, a smoothed curve becomes two
     step = window.page.locator(".fact .value").first
     window.page.evaluate("window.kept = document.querySelector('.card canvas'); scrollTo(0, 300)")
     place = window.page.evaluate("scrollY")
