@@ -8,7 +8,11 @@ from small import run, summary
 
 
 @pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+    "engine",
+    [
+        pytest.param("transformers", marks=pytest.mark.thorough),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
 )
 def test_the_example_runs_in_one_process(root: Path, engine: str):
     steps = ["--steps", "2"] if engine == "transformers" else []

@@ -51,6 +51,7 @@ def joined(ranks: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> dic
     return made
 
 
+@pytest.mark.thorough
 def test_a_step_over_two_nodes_is_the_step_of_one_rank(tiny_model: Path, rows: Batch, tmp_path: Path):
     ranks = run_nodes(tiny_model, rows, tmp_path)
     alone = ActorWorker(ActorConfig(model=str(tiny_model), **SETTINGS))

@@ -214,7 +214,13 @@ def test_in_bfloat16_microbatches_and_parts_change_less_than_rounding(tiny_model
 PARTS = ([3, 1, 22], [0, 2], [20, 21], [k for k in range(23) if k not in (0, 1, 2, 3, 20, 21, 22)])
 
 
-@pytest.mark.parametrize("gather", [pytest.param("once", marks=pytest.mark.slow), "layerwise"])
+@pytest.mark.parametrize(
+    "gather",
+    [
+        pytest.param("once", marks=pytest.mark.slow),
+        pytest.param("layerwise", marks=pytest.mark.thorough),
+    ],
+)
 def test_gradients_of_parts_do_not_depend_on_their_ranks(
     tiny_model: Path, rows: Batch, tmp_path: Path, gather: str
 ):
@@ -239,7 +245,10 @@ def test_the_gradient_does_not_depend_on_tensor_parallel(
 
 @pytest.mark.parametrize(
     ("tied", "replicas"),
-    [pytest.param(False, 1), *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2))],
+    [
+        pytest.param(False, 1, marks=pytest.mark.thorough),
+        *(pytest.param(True, r, marks=pytest.mark.slow) for r in (1, 2)),
+    ],
 )
 def test_gradients_do_not_depend_on_a_sharded_vocabulary(
     tiny_model: Path, rows: Batch, tmp_path: Path, tied: bool, replicas: int
