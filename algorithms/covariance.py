@@ -3,8 +3,8 @@
 PolicyLoss(covariance=ClipCov())                                   Clip-Cov
 PolicyLoss(covariance=KlCov(), surrogate=Unclipped())              KL-Cov
 
-A policy gradient lowers the entropy by the covariance of log-probability and advantage over tokens
-(theorem 1). A few tokens with a very high covariance cause most of it: likely tokens with a high
+A policy gradient lowers the entropy by the covariance of log-probability and advantage over tokens.
+A few tokens with a very high covariance cause most of it: likely tokens with a high
 advantage, and unlikely tokens with a low one. `high_covariance` marks such tokens before the update,
 and the loss treats them differently.
 """
@@ -54,8 +54,8 @@ class CovarianceRule(Config):
 
 
 class ClipCov(CovarianceRule):
-    """Clip-Cov (eq. 10 and 11): marked tokens, drawn at random among those with a covariance within
-    `bounds`, have no policy gradient. They count in the mean of the loss.
+    """Clip-Cov: marked tokens have no policy gradient, but count in the mean of the loss. They are drawn
+    at random from all tokens whose covariance is within `bounds`.
 
     >>> rule = ClipCov(share=0.5, bounds=(1.0, 5.0))
     >>> rule.marks(np.array([0.5, 2.0, 7.0, 3.0]), 2, np.random.default_rng(0)).tolist()
@@ -85,7 +85,7 @@ class ClipCov(CovarianceRule):
 
 
 class KlCov(CovarianceRule):
-    """KL-Cov (eq. 12 and 13): the tokens with the highest covariance get a penalty for moving away from
+    """KL-Cov: the tokens with the highest covariance get a penalty for moving away from
     the old policy, `coefficient` |log p - log p_old|, as in the authors' program.
 
     >>> rule = KlCov(coefficient=0.5)
@@ -113,7 +113,7 @@ class KlCov(CovarianceRule):
 )
 def high_covariance(samples: Batch, *, rule: CovarianceRule) -> Batch:
     """Mark the tokens whose log-probability and advantage have a high covariance over all trained
-    tokens of the call: (log p - mean log p) (A - mean A) (eq. 10). p is the actor before the update, if
+    tokens of the call: (log p - mean log p) (A - mean A). p is the actor before the update, if
     the rows have `old_logprobs`, otherwise the generator. A call covers the whole step under
     `Synchronous`, or the ready groups under other schedules.
 

@@ -6,7 +6,7 @@
 - `idle_share`: 160 episodes share 64 sessions, and call a tool after each turn. Its time is
   log-normal. The figure is the share of time without any request while all sessions are in use, from
   the first turn until 64 episodes are left, as in a run whose next episodes follow at once.
-  `idle_share_to_the_end` includes those 64, the last of which wait for their tools alone.
+  `idle_share_to_the_end` includes those 64. Near the end, only tools work.
 
 The rank, the gateway and the harness are the real ones. The engine has one half of the cores, and all
 other processes have the other half, because an engine on a GPU does not compete with them either.

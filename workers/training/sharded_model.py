@@ -328,7 +328,7 @@ class ShardedModel:
                 continue
             full = full_tensor(tensor)
             if self.adapter is not None:
-                of_layer = adapters.get(name.rpartition(".base_layer.")[0], [])
+                of_layer = adapters.get(name.removesuffix(".base_layer.weight"), [])
                 factors = {each: full_tensor(own[each]) for each in of_layer}
                 name, full = self.adapter.merged(name, full, factors)
             yield name, full.to(dtype) if full.is_floating_point() else full
