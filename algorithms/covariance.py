@@ -136,7 +136,7 @@ def high_covariance(samples: Batch, *, rule: CovarianceRule) -> Batch:
     return samples.with_columns(high_covariance=(marked, rows.cu_seqlens))
 
 
-def with_covariance(samples: Any, *, loss: Loss) -> Any:
+def with_covariance(samples: Any, *, loss: Loss | None) -> Any:
     """Add `high_covariance` if the loss has a rule for it. For use in `@graph` functions."""
     rule = getattr(loss, "covariance", None)
     return samples if rule is None else high_covariance(samples, rule=rule)

@@ -36,6 +36,7 @@ from ..dataflow.operation import node
 from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized
 from .aggregation import AggregatedLoss
+from .covariance import with_covariance
 from .loss import CANDIDATE_LOGPROBS, Loss, PackedRows, observed, response_rows
 from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Teacher, scored
@@ -263,6 +264,7 @@ def distillation(
         samples = group_advantages(samples, estimator=advantages)
     if not top:
         samples = teacher_advantages(samples)
+    samples = with_covariance(samples, loss=loss.policy if isinstance(loss, Distillation) else loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 

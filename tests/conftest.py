@@ -12,12 +12,16 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "docs" / "generate")]
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # tiny models gain nothing from more, and lose much on a busy machine
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine needs any time for an example
+settings.load_profile("no deadline")
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:  # freeze imports: collecting garbage among them took half of the collection time
