@@ -310,7 +310,7 @@ def groups_without_signal(
     shape=Shape.GROUP,
     reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
     may_read=(RESPONSE_MASK, EPISODE_ID),
-    writes=(ADVANTAGES,),
+    writes=lambda into: (into,),
     measure=groups_without_signal,
 )
 def group_advantages(
@@ -319,6 +319,7 @@ def group_advantages(
     estimator: Estimator = group_normalized,
     reward: str = str(REWARD),
     whiten: bool = False,
+    into: str = str(ADVANTAGES),
 ) -> Batch:
     """Compute advantages within each group, equal for all trained tokens of an episode.
 
@@ -331,6 +332,7 @@ def group_advantages(
             deviation 1. With `estimator=group_centred`, this is the baseline variant of REINFORCE++
             (arXiv:2501.03262). A call covers the whole step under `Synchronous`, or the ready
             groups under other schedules.
+        into: the column to write, [L] float32.
 
     >>> samples = Batch.of(group_id=[7, 7], reward=[1.0, 0.0], response_ids=[[5, 6], [8]])
     >>> group_advantages(samples, estimator=group_centred)["advantages"].to_pylist()
@@ -341,7 +343,7 @@ def group_advantages(
     advantages_T = rows.only_trained(rows.per_token(advantages_B))
     if whiten:
         advantages_T = whitened(advantages_T, rows)
-    return samples.with_columns(advantages=(advantages_T, rows.cu_seqlens))
+    return samples.with_columns(**{into: (advantages_T, rows.cu_seqlens)})
 
 
 def episode_advantages(

@@ -185,24 +185,28 @@ class Distillation(AggregatedLoss):
         return loss_sum, metrics
 
 
+_OF_REWARD = "reward_advantages"
+"""Column of advantages from a reward, before the teacher's part is added."""
+
+
 @node(
-    reads=(REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_IDS),
-    may_read=(ADVANTAGES, RESPONSE_MASK),
+    reads=lambda base: (REFERENCE_LOGPROBS, RESPONSE_LOGPROBS, RESPONSE_IDS, *([base] if base else [])),
+    may_read=(RESPONSE_MASK,),
     writes=(ADVANTAGES,),
 )
-def teacher_advantages(samples: Batch, *, weight: float = 1.0) -> Batch:
-    """Add `weight` (log q - log p) of each sampled token to its advantage, where q is the teacher
+def teacher_advantages(samples: Batch, *, weight: float = 1.0, base: str | None = None) -> Batch:
+    """Compute advantages `weight` (log q - log p) of each sampled token, where q is the teacher
     (`reference_logprobs`) and p the sampling student: minus the one-sample estimate of the reverse KL
-    (MiniLLM, arXiv:2306.08543, eq. 4, single-step part). Without advantages, start from 0.
+    (MiniLLM, arXiv:2306.08543, eq. 4, single-step part). Add the column `base`, if one is named.
 
     >>> samples = Batch.of(response_ids=[[5, 6]], response_logprobs=[[-1.0, -2.0]], reference_logprobs=[[-0.5, -3.0]])
     >>> teacher_advantages(samples)["advantages"].to_pylist()
     [[0.5, -1.0]]
     """
-    before = [str(ADVANTAGES)] if ADVANTAGES in samples else []
-    rows = response_rows(samples, RESPONSE_IDS, RESPONSE_LOGPROBS, REFERENCE_LOGPROBS, *before)
+    read = (RESPONSE_LOGPROBS, REFERENCE_LOGPROBS, *([base] if base else []))
+    rows = response_rows(samples, RESPONSE_IDS, *read)
     gained = weight * rows.only_trained(rows[REFERENCE_LOGPROBS] - rows[RESPONSE_LOGPROBS])
-    total = gained + rows[ADVANTAGES] if before else gained
+    total = gained + rows[base] if base else gained
     return samples.with_columns(advantages=(total, rows.cu_seqlens))
 
 
@@ -261,9 +265,10 @@ def distillation(
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor)
     if rewarded:
-        samples = group_advantages(samples, estimator=advantages)
+        into = str(ADVANTAGES) if top else _OF_REWARD
+        samples = group_advantages(samples, estimator=advantages, into=into)
     if not top:
-        samples = teacher_advantages(samples)
+        samples = teacher_advantages(samples, base=_OF_REWARD if rewarded else None)
     samples = with_covariance(samples, loss=loss.policy if isinstance(loss, Distillation) else loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 

@@ -138,7 +138,7 @@ def test_advantages_of_a_teacher_are_added_to_those_of_a_reward():
         response_mask=[[1, 0], [1]],
         response_logprobs=[[-1.0, -1.0], [-2.0]],
         reference_logprobs=[[-0.5, float("nan")], [-1.0]],
-        advantages=[[1.0, 1.0], [0.0]],
+        reward_advantages=[[1.0, 1.0], [0.0]],
     )
-    found = teacher_advantages(samples, weight=2.0)["advantages"].to_pylist()
+    found = teacher_advantages(samples, weight=2.0, base="reward_advantages")["advantages"].to_pylist()
     assert found == [[2.0, 1.0], [2.0]]

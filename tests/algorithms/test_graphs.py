@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from weft.algorithms.advantages import greedy_baseline, leave_one_out
 from weft.algorithms.corrections import TruncatedImportance
+from weft.algorithms.covariance import KlCov
+from weft.algorithms.distillation import Distillation, distillation
 from weft.algorithms.grpo import grpo
 from weft.algorithms.kl import KlPenalty
 from weft.algorithms.methods import supervised
@@ -148,3 +151,22 @@ def test_algorithms_and_training_workers_are_imported_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("covariance", [None, KlCov()], ids=["without", "with"])
+def test_graphs_mark_covariances_if_the_loss_has_a_rule(covariance: KlCov | None):
+    rollout, reward = rollout_and_reward()
+    actor, critic = group(ActorWorker, model="m"), group(CriticWorker, model="m")
+    teacher = group(ReferenceWorker, model="m")
+    prompts = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
+    loss = PolicyLoss(covariance=covariance)
+    sampled: dict[str, Any] = {"rollout": rollout, "reward": reward, "actor": actor}
+    for graph in (
+        grpo(prompts, **sampled, loss=loss),
+        ppo(prompts, **sampled, critic=critic, loss=loss),
+        distillation(prompts, **sampled, teacher=teacher, loss=Distillation(policy=loss)),
+        distillation(prompts, **sampled, teacher=teacher, top=0, loss=loss),
+    ):
+        names = [node.name for node in graph.nodes]
+        assert ("high_covariance" in names) == bool(covariance)
+        assert ("high_covariance" in graph["actor.update"].reads) == bool(covariance)

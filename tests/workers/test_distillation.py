@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from training_rows import make_rows
 
 import weft
+from weft.algorithms.covariance import KlCov
 from weft.algorithms.distillation import Distillation, ForwardKl, distillation
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -166,8 +167,13 @@ def test_a_student_that_is_its_teacher_with_a_hint_learns_from_the_hint(
 
 
 def test_one_log_probability_per_token_is_an_advantage(models: tuple[Path, Path], tmp_path: Path):
-    found = step(models, tmp_path, top=0)
-    assert "actor/clip_fraction" in found and found["actor/grad_norm"] > 0
+    reward = weft.group(weft.RewardWorker, function=first_token, tokenizer=str(models[0]))
+    loss = PolicyLoss(covariance=KlCov(share=0.1))
+    alone = step(models, tmp_path / "alone", top=0)
+    both = step(models, tmp_path / "both", top=0, reward=reward, loss=loss)
+    for found in (alone, both):
+        assert "actor/clip_fraction" in found and found["actor/grad_norm"] > 0
+    assert alone["weights"] != both["weights"] and both["actor/high_covariance_fraction"] > 0
 
 
 def test_models_with_different_tokens_are_refused(models: tuple[Path, Path], tmp_path: Path):
