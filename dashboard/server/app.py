@@ -70,6 +70,7 @@ class _EventStream:
         self._pages: dict[asyncio.Queue[bytes], Collection[str]] = {}
         """Maps the queue of each page to the names of its runs, empty for all."""
         self._states: dict[str, dict[str, object]] = {}
+        self._first_look: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.over = asyncio.Event()
         """Set at shutdown; ends all streams."""
@@ -78,9 +79,12 @@ class _EventStream:
         """Yield the events of these runs (all if empty) to a page until it disconnects."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_WAITING)
         self._pages[queue] = frozenset(runs)
-        if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch())
+        if self._first_look is None or self._watcher is None or self._watcher.done():
+            self._first_look = asyncio.create_task(asyncio.to_thread(self._look))
+            self._watcher = asyncio.create_task(self._watch(self._first_look))
         try:
+            # A page reads its runs after `hello`. A first look after that could miss a change.
+            await asyncio.shield(self._first_look)
             yield b"retry: 1000\n" + event("hello", {"runs": list(self._catalogue.readers)})
             while not self.over.is_set():
                 try:
@@ -90,7 +94,8 @@ class _EventStream:
         finally:
             del self._pages[queue]
 
-    async def _watch(self) -> None:
+    async def _watch(self, first_look: asyncio.Task[Any]) -> None:
+        await first_look
         while self._pages:
             news, took_s = await asyncio.to_thread(self._look)
             for message, run in news:

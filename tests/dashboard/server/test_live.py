@@ -3,13 +3,15 @@
 import asyncio
 import json
 import re
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import recorded_runs  # pyright: ignore[reportMissingImports]
-from served import client_of  # pyright: ignore[reportMissingImports]
+from served import TOKEN, client_of  # pyright: ignore[reportMissingImports]
 
 from weft.__main__ import main
 from weft.controllers.reports import dashboard_process
@@ -18,6 +20,7 @@ from weft.dashboard.server.app import new_app
 from weft.dashboard.server.export import address, ask, linked
 from weft.dashboard.server.safety import Access
 from weft.dataflow.errors import UserError
+from weft.dataflow.runs.files import ALERTS
 
 
 def until(condition, what: str, seconds: float = 20.0):
@@ -76,6 +79,35 @@ def test_a_live_run_can_be_followed_stopped_and_asked_for_its_stack(tmp_path: Pa
     assert not client.get("/api/graph?run=live").json()["live"]
 
 
+def test_a_page_hears_of_a_change_right_after_its_hello(runs: Path, tmp_path: Path):
+    run = shutil.copytree(runs / "one", tmp_path / "runs" / "one")
+    app = new_app(Catalogue(tmp_path / "runs"), Access(TOKEN))
+    heard: list[bytes] = []
+
+    async def follow() -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            heard.append(message.get("body", b""))
+            if b"hello" in heard[-1]:
+                with (run / ALERTS).open("a") as file:
+                    file.write("\n")
+            elif b"changed" in heard[-1]:
+                gone.set()
+
+        header = [(b"host", b"localhost"), (b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "GET", "path": "/api/events", "headers": header}
+        scope |= {"query_string": b"", "root_path": "", "asgi": {"version": "3.0"}}
+        await asyncio.wait_for(app(scope, receive, send), 60)
+
+    asyncio.run(follow())
+    assert b'{"run": "one", "parts": ["alerts"]}' in heard[-1]
+
+
 def test_a_driver_starts_a_dashboard_that_lives_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -93,7 +125,8 @@ def test_a_driver_starts_a_dashboard_that_lives_by_itself(
                 lines = stream.iter_lines()
                 assert next(line for line in lines if line.startswith("event:")) == "event: hello"
                 driver.run()
-                told = next(line for line in lines if '"metrics"' in line)
+                by = time.monotonic() + 60  # beats keep the stream alive
+                told = next(line for line in lines if '"metrics"' in line or time.monotonic() > by)
                 assert told.startswith('data: {"run": "own"')
             assert browser.get("/api/run?run=own").json()["step"] == 2
     log = driver.directory.path / "logs" / dashboard_process.LOG
