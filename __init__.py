@@ -37,6 +37,7 @@ _MODULES: dict[str, str] = {
     "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
     "Simulated": "controllers.simulation.backend",
+    "Suite": "controllers.suites",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.source",
     "TeacherWorker": "workers.teacher",
@@ -44,6 +45,7 @@ _MODULES: dict[str, str] = {
     "UserError": "dataflow.errors",
     "Worker": "workers.worker",
     "adapter_off": "workers.training.lora",
+    "evaluate_model": "controllers.suites",
     "graph": "dataflow.tracing",
     "group": "dataflow.graph",
     "launch": "controllers.launch",
@@ -82,6 +84,8 @@ if (
     from .controllers.schedule import Pipelined as Pipelined
     from .controllers.schedule import Synchronous as Synchronous
     from .controllers.simulation.backend import Simulated as Simulated
+    from .controllers.suites import Suite as Suite
+    from .controllers.suites import evaluate_model as evaluate_model
     from .controllers.train import train as train
     from .dataflow.batch import Batch as Batch
     from .dataflow.buffer.sample_buffer import BufferConfig as BufferConfig

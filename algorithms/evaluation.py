@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ..dataflow.batch import Batch
-from ..dataflow.column import EPISODE_ID, RESPONSE_MASK, REWARD
+from ..dataflow.column import EPISODE_ID, FINAL_ANSWER, RESPONSE_MASK, REWARD
 from ..dataflow.errors import UserError
 from ..dataflow.metrics import Estimate, Metrics, Sum
 from ..dataflow.operation import Shape, node
@@ -36,10 +37,38 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
+def majority_at_k(answers: Sequence[str | None], solved: Sequence[bool], k: int) -> float:
+    """Return the probability that the most frequent answer of k samples is correct (self-consistency,
+    arXiv:2203.11171, §2), estimated without bias from disjoint blocks of k samples.
+
+    All correct samples vote for the same answer. Samples without an answer do not vote. Of several
+    most frequent answers, each is chosen with equal probability. A block without votes counts as
+    wrong. Raises a ValueError if k is not between 1 and the number of samples.
+
+    >>> majority_at_k(["7", "5", "5", None], [True, False, False, False], 4)
+    0.0
+    >>> majority_at_k(["7", "5", "7", "8"], [True, False, True, False], 2)
+    0.5
+    """
+    if not 1 <= k <= len(answers):
+        raise ValueError(f"maj@{k} of {len(answers)} samples is not defined")
+    scores: list[float] = []
+    for first in range(0, len(answers) - k + 1, k):
+        block = zip(answers[first : first + k], solved[first : first + k], strict=True)
+        # `None` is the correct answer, which samples may write in different ways.
+        votes = Counter(
+            None if right else answer for answer, right in block if right or answer is not None
+        )
+        most = max(votes.values(), default=0)
+        winners = [answer for answer, number in votes.items() if number == most]
+        scores.append((None in winners) / len(winners) if winners else 0.0)
+    return math.fsum(scores) / len(scores)
+
+
 @node(
     shape=Shape.GROUP,
     reads=lambda reward, verdict: (reward, verdict),
-    may_read=(EPISODE_ID, RESPONSE_MASK),
+    may_read=(EPISODE_ID, RESPONSE_MASK, FINAL_ANSWER),
 )
 def score_prompts(
     samples: Batch,
@@ -50,14 +79,14 @@ def score_prompts(
     reward: str = str(REWARD),
     verdict: str = str(REWARD),
 ) -> Metrics:
-    """Compute avg@n and pass@k over prompts; the samples of one prompt are not independent. An
-    episode is one sample, however many rows it has. Episodes and prompts without a trained token do
-    not count.
+    """Compute avg@n, pass@k and, if rows have a final answer, maj@k over prompts; the samples of one
+    prompt are not independent. An episode is one sample, however many rows it has. Episodes and
+    prompts without a trained token do not count.
 
     Args:
         samples: whole groups, with the columns `reward` and `verdict`.
         n: number of samples requested per prompt; some may have been dropped.
-        k: values of k for pass@k, which excludes prompts with fewer than k samples.
+        k: values of k for pass@k and maj@k, which exclude prompts with fewer than k samples.
         solved: lowest verdict of a correct sample.
         verdict: column that marks correct samples.
 
@@ -76,6 +105,18 @@ def score_prompts(
     for one in k:
         solves = [pass_at_k(*count, one) for count in counts if count[0] >= one]
         metrics[f"pass@{one}"] = Estimate.of(solves)
+    if FINAL_ANSWER in samples:
+        answers = samples[FINAL_ANSWER].to_pylist()
+        answers = [answers[row] for row in episodes.first]
+        members = [np.flatnonzero(index == group) for group in range(len(groups))]
+        for one in k:
+            if one > 1:  # maj@1 is pass@1
+                scores = [
+                    majority_at_k([answers[i] for i in own], is_solved[own].tolist(), one)
+                    for own in members
+                    if len(own) >= one
+                ]
+                metrics[f"maj@{one}"] = Estimate.of(scores)
     return {**metrics, "prompts": Sum(float(len(groups)))}
 
 
@@ -93,19 +134,22 @@ def evaluate(
     solved: float | None = None,
     verdict: str | None = None,
 ) -> Any:
-    """Score n responses to each prompt, and measure avg@n and pass@k with 95 % confidence
+    """Score n responses to each prompt, and measure avg@n, pass@k and maj@k with 95 % confidence
     intervals.
 
     avg@n is the mean reward. For pass@k, the grader (such as `Math`) among the reward functions
     decides whether a response is correct. Without a grader, a response is correct if its reward is
     at least `solved`, and pass@k is measured only if `solved` or `k` is given or `n` is above 1.
+    maj@k, the accuracy of the most frequent of k final answers, needs a grader that defines
+    `final_answer`.
 
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.
 
     Args:
         harness: agents to evaluate instead of single responses. Its result is the reward.
         env: environments to play in instead, a group of `EnvWorker`.
-        k: values of k for pass@k, from 1 to n (otherwise a UserError); by default 1 and n.
+        k: values of k for pass@k and maj@k, from 1 to n (otherwise a UserError); by default 1 and
+            n.
         solved: lowest verdict of a correct response; by default 1.
         verdict: name of the reward function that marks correct responses; by default the only
             grader.
@@ -126,6 +170,9 @@ def evaluate(
         return score_prompts(samples, n=n, k=())
     which = {} if found is None else {"verdict": found}
     ks = tuple(dict.fromkeys(k or (1, n)))
+    votes = getattr(getattr(reward, "config", None), "voting", None)
+    if votes is not None and verdict is None and max(ks) > 1:
+        samples = cast(Any, reward).final_answers(samples)
     return score_prompts(samples, n=n, k=ks, solved=1.0 if solved is None else solved, **which)
 
 

@@ -45,6 +45,7 @@ TREE: Mapping[str, Any] = {
     "stop": "runs:stop",
     "samples": "samples:samples",
     "diff": "runs:diff",
+    "eval": "eval:evaluate",
     "export": "export:export",
     "merge": "merge:merge",
     "timeline": "timeline:timeline",

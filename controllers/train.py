@@ -134,7 +134,7 @@ def train(
     _check_responses(chosen, method, prompts)
     # With an adapter, the reference is the actor with its adapter off, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]
-    shared = shared_devices(program, placed, _nodes())
+    shared = shared_devices(program, placed, cluster_nodes())
     # Round the product, because the printed program shows it.
     usual = chosen.learning_rate if lora is None else float(f"{chosen.learning_rate * ADAPTER_RATE:.6g}")
     rate = usual if learning_rate is None else learning_rate
@@ -294,7 +294,7 @@ class _SharedDevices:
     trained: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _nodes() -> Nodes:
+def cluster_nodes() -> Nodes:
     """Return the nodes of the cluster at `RAY_ADDRESS`, set in Ray jobs, or this machine."""
     if OTHER.get() is not None:  # `weft plan` for another machine
         return Nodes([(machine_cpus(), machine_gpus())], THIS_MACHINE)

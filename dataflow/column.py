@@ -99,6 +99,12 @@ TURN_REWARDS = Column(
     f"{_OF_HARNESS}, if the harness returns 'turn_rewards'",
 )
 TEMPERATURE = Column("temperature", float32, "sampling temperature of the response; absent: 1")
+FINAL_ANSWER = Column(
+    "final_answer",
+    string,
+    "final answer of the response, in a form that is equal for equal answers; null without one",
+    "a reward group with a grader finds it: samples = reward.final_answers(samples)",
+)
 FINISH_REASON = Column(
     "finish_reason", string, "'stop' (ended by a stop token) or 'length' (reached the limit)"
 )

@@ -303,6 +303,11 @@ pass@K | 0 to 1 | unbiased estimate of the probability that at least one of K re
     loses diversity
 pass@K_low | 0 to 1 | lower end of the 95 % interval of `pass@K`
 pass@K_high | 0 to 1 | upper end of the 95 % interval of `pass@K`
+maj@K | 0 to 1 | probability that the most frequent final answer of K responses is correct, mean over
+    prompts. The grader finds the answers (`Grader.final_answer`) | rises; above `pass@1` | below
+    `pass@1`: the policy is confident of a wrong answer to many prompts
+maj@K_low | 0 to 1 | lower end of the 95 % interval of `maj@K`
+maj@K_high | 0 to 1 | upper end of the 95 % interval of `maj@K`
 prompts | count | evaluated prompts | all held-out prompts
 prompts_lost | count | held-out prompts without a scored response, because the grader failed or a
     filter dropped them; means exclude them | 0 | above 0: steps that lost different prompts cannot

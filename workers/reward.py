@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pydantic
 
+from ..algorithms.graders.grader import Grader
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     ANSWER,
     EPISODE_ROWS,
+    FINAL_ANSWER,
     PROMPT,
     PROMPT_IDS,
     RESPONSE,
@@ -130,10 +132,23 @@ class RewardConfig(Config):
     def verdict(self, into: str) -> str | None:
         """Return the column of the only grader that gives verdicts, right (1) or wrong (0); None if
         there is not exactly one."""
-        verdicts = [r.title for r in self.rewards if getattr(r.function, "is_verdict", False)]
-        if len(verdicts) != 1:
+        if self._verdict_reward is None:
             return None
-        return f"{into}/{verdicts[0]}" if len(self.rewards) > 1 else into
+        return f"{into}/{self._verdict_reward.title}" if len(self.rewards) > 1 else into
+
+    @property
+    def _verdict_reward(self) -> Reward | None:
+        verdicts = [r for r in self.rewards if getattr(r.function, "is_verdict", False)]
+        return verdicts[0] if len(verdicts) == 1 else None
+
+    @property
+    def voting(self) -> Grader | None:
+        """The only grader that gives verdicts, if it finds final answers, which can be counted as
+        votes."""
+        grader = None if self._verdict_reward is None else self._verdict_reward.function
+        if isinstance(grader, Grader) and type(grader).final_answer is not Grader.final_answer:
+            return grader
+        return None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -244,6 +259,19 @@ class RewardWorker(Worker):
             raise self._blamed(samples, scoring.failed) from None
         if scoring.failed:
             raise self._blamed(samples, scoring.failed)
+
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=(RESPONSE_IDS,), writes=(FINAL_ANSWER,))
+    def final_answers(self, samples: Batch) -> Batch:
+        """Add the final answer of each response, found by the only grader that gives verdicts. Raises
+        a UserError if it finds none."""
+        grader = self.config.voting
+        if grader is None:
+            raise UserError(
+                "final_answers needs one grader with verdicts that defines `final_answer`, such as Math()"
+            )
+        texts = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
+        answers = pa.array([grader.final_answer(text) for text in texts], pa.string())
+        return samples.with_columns(**{str(FINAL_ANSWER): answers})
 
     def _written(self, rows: Batch, outcomes: Sequence[Outcome], into: str) -> Batch:
         rewards = self.config.rewards

@@ -154,3 +154,6 @@ class MultipleChoice(Grader):
                 f"the answer {answer[:100]!r} names no option: no letter from A to J and no number from 1 to 9"
             )
         return float(letter_of(response, numbers=numbers) == right)
+
+    def final_answer(self, response: str) -> str | None:
+        return letter_of(response) or letter_of(response, numbers=True)

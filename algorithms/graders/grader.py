@@ -36,6 +36,11 @@ class Grader(Config):
     is_verdict: ClassVar[bool] = False
     """Whether grades are 1 or 0, so that an evaluation can report pass@k."""
 
+    def final_answer(self, response: str) -> str | None:
+        """Return the final answer of a response, in a form that is equal for equal answers; None if
+        it has none. An evaluation counts votes for it (maj@k) if a subclass defines it."""
+        raise NotImplementedError
+
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         _take_any_answer(cls)

@@ -14,7 +14,7 @@ from ...dataflow.errors import SampleError
 from ...dataflow.prompts.answers import after_hashes
 from . import extraction
 from .grader import Grader
-from .numbers import Quantity, quantity_of
+from .numbers import Quantity, key, quantity_of
 
 # Comparing formulas
 #
@@ -113,6 +113,21 @@ class Math(Grader):
         if the comparison took too long, the process ended, or the answer is empty."""
         return float(PROCESS.compare(response, answer, DEADLINE_S))
 
+    def final_answer(self, response: str) -> str | None:
+        r"""Formulas are equal if they differ only in notation.
+
+        >>> [Math().final_answer(text) for text in (r"So \boxed{\frac12}.", "The answer is 0.5.", r"\boxed{ x + 1 }")]
+        ['1/2', '1/2', 'x+1']
+        """
+        text = extraction.final_part(response[-MAX_CHARACTERS:]) or ""
+        boxed = extraction.last_boxes(text)
+        said = ", ".join(boxed) if boxed else after_hashes(text) or extraction.after_phrase(text)
+        if said is None:
+            said = extraction.last_number(text) or ""
+        said = extraction.stated_part(said)
+        quantity = quantity_of(said)
+        return quantity.text if quantity else key(said) or None
+
 
 class Gsm8k(Grader):
     """1 if the final number of the response equals the answer's, otherwise 0 (arXiv:2110.14168).
@@ -138,9 +153,20 @@ class Gsm8k(Grader):
         right = final_number(answer)
         if right is None:
             raise SampleError(f"the answer {answer[:100]!r} has no number")
-        text = extraction.final_part(response) or ""
-        found = _number_in(after_hashes(text)) if self.strict else final_number(text)
+        found = self._number(response)
         return float(found is not None and right.equals(found))
+
+    def final_answer(self, response: str) -> str | None:
+        """
+        >>> Gsm8k().final_answer("5 + 8 = 13, so it is $13.00.")
+        '13'
+        """
+        found = self._number(response)
+        return None if found is None else found.text
+
+    def _number(self, response: str) -> Quantity | None:
+        text = extraction.final_part(response) or ""
+        return _number_in(after_hashes(text)) if self.strict else final_number(text)
 
 
 def final_number(text: str) -> Quantity | None:

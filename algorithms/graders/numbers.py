@@ -293,6 +293,20 @@ class Quantity:
     rounded: bool = False
     """Whether it may be rounded: it has a decimal point."""
 
+    @property
+    def text(self) -> str:
+        """The value in a form that is equal for equal values.
+
+        >>> quantity_of("0.50").text, quantity_of("1/2").text, quantity_of("1e9999").text == quantity_of("10e9998").text
+        ('1/2', '1/2', True)
+        """
+        # Python refuses to write thousands of digits in decimal.
+        return (
+            str(self.value)
+            if abs(self.value) < 10**100 and self.value.denominator < 10**100
+            else (f"{self.value.numerator:#x}/{self.value.denominator:#x}")
+        )
+
     def equals(self, other: Quantity) -> bool:
         """Return whether both may mean the same: 28% is 28 or 0.28; 0.333333 is 1/3, but 0.33 is
         not.

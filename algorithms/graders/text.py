@@ -50,6 +50,10 @@ class Exact(Grader):
         brought = normalized if self.normalize else str.strip
         return float(any(brought(text) == brought(answer) for text in _candidates(response)))
 
+    def final_answer(self, response: str) -> str | None:
+        brought = normalized if self.normalize else str.strip
+        return brought(_candidates(response)[-1]) or None
+
 
 class F1(Grader):
     """Word overlap (F1) of the response and the answer (SQuAD, arXiv:1606.05250, §6.1)."""

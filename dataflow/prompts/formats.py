@@ -38,7 +38,7 @@ class Format:
     dialogue: str | None = None
     text: str | None = None
     context: str | None = None
-    """Column of text to append to the prompt after a blank line."""
+    """Column of text, or of lists of lines, to append to the prompt after a blank line."""
     system: str | None = None
     marks: tuple[str, ...] = ()
     """Additional columns that the format requires."""
@@ -79,6 +79,8 @@ FORMATS = (
     Format("Dolly", prompt="instruction", context="context", response="response"),
     Format("OpenRLHF supervised", prompt="input", response="output"),
     Format("verl prompts", prompt="prompt", marks=("reward_model",)),
+    Format("MBPP tasks", prompt="prompt", context="test_list", marks=("code",)),
+    Format("MBPP tasks", prompt="text", context="test_list", marks=("code",)),
     Format("slime prompts", prompt="prompt", marks=("label",)),
     Format("OpenRLHF prompts with labels", prompt="input", marks=("label",)),
     Format("TRL prompt-only", prompt="prompt"),

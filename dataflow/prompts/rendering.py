@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..batch import ragged_array
+from ..batch import is_ragged, ragged_array
 from ..errors import UserError
 from .conversations import (
     Gap,
@@ -32,6 +32,7 @@ from .formats import (
     as_text,
     column_kind,
     count_matches,
+    is_text,
     matches_all,
     type_name,
 )
@@ -155,13 +156,16 @@ class ReadPlan:
         prompts, context = _strings(rows, path, blank=False), self.format.context
         if context is None or pa.types.is_null(rows.column(context).type):
             return prompts
-        if column_kind(rows, context) != "text":
+        column = rows.column(context)
+        if is_ragged(column.type) and is_text(column.type.value_type):
+            column = pa.chunked_array([["\n".join(lines or ()) for lines in column.to_pylist()]], pa.string())
+        elif column_kind(rows, context) != "text":
             raise rows.error(
                 f"column {context!r} is {type_name(rows.column(context).type)}, in the format {self.format} it is text"
             )
         return [
             f"{prompt}\n\n{more}" if (more or "").strip() else prompt
-            for prompt, more in zip(prompts, as_text(rows.column(context)).to_pylist(), strict=True)
+            for prompt, more in zip(prompts, as_text(column).to_pylist(), strict=True)
         ]
 
     def _answers(self, rows: Rows, path: str, prompts: Sequence[str]) -> list[str]:

@@ -1,16 +1,24 @@
 """pass@k, avg@k and their intervals against brute force, tables and simulated coverage."""
 
 import math
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from weft.algorithms.evaluation import evaluate, interval, pass_at_k, score_prompts, student_t
+from weft.algorithms.evaluation import (
+    evaluate,
+    interval,
+    majority_at_k,
+    pass_at_k,
+    score_prompts,
+    student_t,
+)
 from weft.algorithms.graders.math import Math
-from weft.algorithms.graders.text import F1, TagFormat
+from weft.algorithms.graders.text import F1, RegularExpression, TagFormat
+from weft.controllers.graph_run import values_of
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
@@ -176,6 +184,63 @@ def test_pass_at_k_uses_the_reward_function_with_a_verdict(
 ):
     arguments = measured(functions, **settings)
     assert arguments["k"] == k and arguments.get("verdict", "reward") == verdict
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_majority_of_k_is_that_of_all_draws_of_k(seed: int):
+    draw = np.random.default_rng(seed)
+    n = 5
+    answers = [[None, "1", "2", "3"][k] for k in draw.integers(4, size=n)]
+    solved = [answer == "3" for answer in answers]
+    for k in range(1, n + 1):
+        expected: list[float] = []
+        for chosen in combinations(range(n), k):
+            votes = [answers[i] for i in chosen if answers[i] is not None]
+            winners = [one for one in set(votes) if votes.count(one) == max(map(votes.count, votes))]
+            expected.append(winners.count("3") / len(winners) if winners else 0.0)
+        orders = [
+            majority_at_k([answers[i] for i in order], [solved[i] for i in order], k)
+            for order in permutations(range(n))
+        ]
+        assert np.mean(orders) == pytest.approx(np.mean(expected))
+
+
+def test_correct_responses_vote_together_however_they_write_the_answer():
+    assert majority_at_k(["1/2", r"\\frac12", "3", None], [True, True, False, False], 4) == 1.0
+    assert majority_at_k([None, None], [False, False], 2) == 0.0
+    assert majority_at_k([None, "7"], [True, False], 2) == 0.5
+    with pytest.raises(ValueError, match="maj@3 of 2 samples"):
+        majority_at_k(["1", "2"], [True, False], 3)
+
+
+def test_majorities_are_measured_over_prompts():
+    batch = Batch.of(
+        group_id=[0, 0, 0, 1, 1, 1, 2],
+        reward=[1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0],
+        final_answer=["7", "7", "5", "5", "7", "5", "7"],
+    )
+    found = {name: metric.value for name, metric in score_prompts(batch, n=3, k=(1, 3)).items()}
+    assert found["maj@3"] == 0.5 and "maj@1" not in found
+    assert {"maj@3", "maj@3_low"} <= {*values_of(score_prompts(batch, n=3, k=(3,)))}
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "counted"),
+    [
+        (Math(), {"n": 4}, True),
+        ((Reward(function=Math(), name="right"), Reward(function=form)), {"n": 2}, True),
+        (Math(), {}, False),
+        (F1(), {"n": 4}, False),
+        (RegularExpression(pattern="a"), {"n": 4}, False),
+    ],
+)
+def test_votes_are_counted_with_a_grader_that_finds_answers(
+    functions: Any, settings: dict[str, Any], counted: bool
+):
+    rollout = group(RolloutWorker, model="model", engine="transformers")
+    reward = group(RewardWorker, function=functions, tokenizer="model")
+    nodes = [node.name for node in evaluate(SOURCE, rollout=rollout, reward=reward, **settings).nodes]
+    assert ("reward.final_answers" in nodes) == counted
 
 
 def test_a_bonus_for_the_form_makes_no_response_right():

@@ -14,7 +14,15 @@ from weft.commands.command_line import _ParsedCommand, parse
 ROWS = re.findall(
     r"^\| `(weft [\w ]+)` \| .* \| `(weft .*)` \|$", (ROOT / "docs" / "commands.md").read_text(), re.M
 )
-TRIED_ELSEWHERE = {"weft dashboard", "weft export", "weft merge", "weft run", "weft plan", "weft submit"}
+TRIED_ELSEWHERE = {
+    "weft dashboard",
+    "weft eval",
+    "weft export",
+    "weft merge",
+    "weft run",
+    "weft plan",
+    "weft submit",
+}
 """These take minutes, or need a model, a process or a cluster; other files test them."""
 HERE = [example for command, example in ROWS if command not in TRIED_ELSEWHERE and "jobs" not in command]
 

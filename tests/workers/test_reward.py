@@ -20,6 +20,7 @@ from weft.dataflow.metrics import Max, Mean, Sum
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 from weft.workers.reward import RewardConfig, RewardWorker
+from weft.workers.rewards.function import Reward
 
 
 @pytest.fixture
@@ -218,6 +219,15 @@ def test_a_missing_tokenizer_is_reported_before_anything_starts(tmp_path: Path):
     config = RewardConfig(function=exact, tokenizer=tmp_path)
     with pytest.raises(UserError, match=r"tokenizer '.*' has no tokenizer.json"):
         RewardWorker.check(config, [], TableSource("s", pa.table({"x": [1]})))
+
+
+def test_final_answers_are_those_of_the_only_grader(model: Path):
+    rewards = (Exact(), Reward(function=exact))
+    worker = RewardWorker(RewardConfig(function=rewards, tokenizer=model))
+    assert worker.final_answers(samples())["final_answer"].to_pylist() == ["one two", "three", None]
+    worker = RewardWorker(RewardConfig(function=exact, tokenizer=model))
+    with pytest.raises(UserError, match="final_answers needs one grader"):
+        worker.final_answers(samples())
 
 
 def test_no_rows_have_no_reward(model: Path):

@@ -93,10 +93,23 @@ def test_the_columns_can_be_named_and_reached_inside_structs(base: Path) -> None
     assert text_of(base, supervised.table["response_ids"].to_pylist()[0]) == "4<|im_end|>"
 
 
+@pytest.mark.parametrize("column", ["text", "prompt"])
+def test_tasks_of_mbpp_show_their_tests(column: str, qwen: Path) -> None:
+    row = {
+        column: "Add.",
+        "code": "add = sum",
+        "test_list": ["assert add(1) == 1", "assert add(2) == 2"],
+    }
+    prompts = Prompts.from_rows([row, {**row, "test_list": []}], qwen, chat=False)
+    shown = prompts.table["prompt"].to_pylist()
+    assert shown == ["Add.\n\nassert add(1) == 1\nassert add(2) == 2", "Add."]
+    assert prompts.table["test_list"].to_pylist()[0] == row["test_list"]
+
+
 def test_every_example_row_of_the_documentation_loads(qwen: Path) -> None:
     document = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| `(\{.*\})`.* \| (.*) \|$", document, re.M)
-    assert len(rows) == 28
+    assert len(rows) == 29
     for row, gives in rows:
         columns = Prompts.from_rows([json.loads(row.split("`")[0])], qwen).columns
         assert ("answer" in columns) == ("answer" in gives), row
