@@ -20,10 +20,11 @@ from ..dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_MASK,
     REWARD,
+    TURN_REWARDS,
 )
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
-from ..dataflow.metrics import Mean, Metrics
+from ..dataflow.metrics import Mean, Metric, Metrics
 from ..dataflow.operation import Shape, node
 from .episodes import Episodes
 from .loss import PackedRows, response_rows
@@ -296,6 +297,9 @@ def groups_without_signal(
     """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
     estimator reads other columns: equal rewards then do not imply advantages of 0.
 
+    If `reward` is a shaped reward, also measure `signal_of_shaping`: of the groups whose shaped
+    rewards differ, the share with equal rewards before the shaping.
+
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
     >>> groups_without_signal(samples)["groups_without_signal"].value
     0.5
@@ -303,13 +307,22 @@ def groups_without_signal(
     if _columns_of(estimator):
         return {}
     equal = have_equal_rewards(samples, reward)
-    return {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
+    metrics: dict[str, Metric] = {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
+    if _is_shaped(reward) and REWARD in samples:
+        shaping = have_equal_rewards(samples, str(REWARD))[~equal]
+        metrics["signal_of_shaping"] = Mean(float(shaping.sum()), float(len(shaping)))
+    return metrics
+
+
+def _is_shaped(reward: str) -> bool:
+    # `reward/NAME` is the part of a reward that one function gives.
+    return not reward.startswith((str(REWARD), str(TURN_REWARDS)))
 
 
 @node(
     shape=Shape.GROUP,
     reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
-    may_read=(RESPONSE_MASK, EPISODE_ID),
+    may_read=lambda reward: (RESPONSE_MASK, EPISODE_ID, *((REWARD,) if _is_shaped(reward) else ())),
     writes=lambda into: (into,),
     measure=groups_without_signal,
 )

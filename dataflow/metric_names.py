@@ -127,6 +127,8 @@ GROUP/COLUMN_scored | samples | samples with a reward in another column
 groups_without_signal | 0 to 1 | share of groups whose rewards are all equal, which gives advantages
     of 0 | below 0.5 | 1: the run learns nothing; prompts are too easy or too hard, or `n` is too
     small
+signal_of_shaping | 0 to 1 | of the groups whose shaped rewards differ, the share with equal rewards
+    before the shaping | low | 1: the run only learns from shaping terms, such as a length penalty
 truncated_rows | rows | rows that `mask_truncated` masked because they reached the length limit | few |
     many: raise `max_tokens`
 zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: their

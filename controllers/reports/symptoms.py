@@ -16,10 +16,11 @@ from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
 from ...algorithms.preference import best_and_worst
 from ...dataflow.byte_units import gib
-from ...dataflow.column import RESPONSE_IDS
+from ...dataflow.column import RESPONSE_IDS, REWARD
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph, Handle, Node
 from ...dataflow.metric_names import is_of_group
+from ...workers.reward import RewardConfig
 
 Row = Mapping[str, float]
 """The metrics of a step."""
@@ -128,6 +129,29 @@ def _large_rates(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
             yield f"worker group {name!r} has learning_rate={rate:g}, and a step moves each weight by about that much"
 
 
+def _hidden_outcomes(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    """Find filters for equal outcomes that compare sums with shaping terms instead."""
+    for node in graph.nodes:
+        if node.function is not drop_zero_variance:
+            continue
+        by = str(node.arguments.get("by", REWARD))
+        writer = next((n for n in graph.nodes if n.name == node.writers.get(by)), None)
+        if writer is None:
+            continue
+        if writer.group is None:
+            yield f"node {node.name!r} compares {by!r}, which {writer.name!r} has shaped"
+            continue
+        config = handles[writer.group].config
+        if not isinstance(config, RewardConfig) or by != str(writer.arguments.get("into", REWARD)):
+            continue
+        outcome = config.verdict(by)
+        others = [
+            each.title for each in config.rewards if each.weight and outcome != f"{by}/{each.title}"
+        ]
+        if outcome not in (None, by) and others:
+            yield f"node {node.name!r} compares {by!r}, the sum of the outcome {outcome!r} and {', '.join(others)}"
+
+
 MISTAKES = (
     (
         _groups_of_one,
@@ -135,6 +159,11 @@ MISTAKES = (
         "(greedy_baseline)",
     ),
     (_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
+    (
+        _hidden_outcomes,
+        "shaping terms differ within most groups, so groups of equal outcomes pass the filter and only teach the shape. Try "
+        "drop_zero_variance(samples, by=...) with the column of the outcome",
+    ),
     (
         _large_rates,
         "that destroys a model. Try 1e-6 for all weights, 1e-4 for an adapter, 1e-3 for a tiny model",
@@ -176,6 +205,18 @@ def _signal_lost(past: _Past) -> str | None:
     row = past.last
     reward = f" (reward {row['reward/mean']:g})" if "reward/mean" in row else ""
     return f"{share:.0%} of the groups have equal rewards{reward}, so the run learns nothing from them"
+
+
+def _only_shaping(past: _Past) -> str | None:
+    share = min((v for _, v in _training(past.last, "signal_of_shaping") if v == v), default=None)
+    if share is None:
+        return None
+    if share < 1:
+        return ""
+    return (
+        "in each group whose shaped rewards differ, the rewards before shaping are equal, so the run only learns from "
+        "the shaping terms"
+    )
 
 
 def _equal_rewards(past: _Past) -> str | None:
@@ -332,6 +373,13 @@ SYMPTOMS = (
         steps=5,
     ),
     _Symptom(
+        "only_shaping",
+        _only_shaping,
+        "Drop groups of equal outcomes: drop_zero_variance(samples, by='reward') before the shaping. Try easier or harder prompts, or "
+        "more responses to each (n)",
+        steps=3,
+    ),
+    _Symptom(
         "equal_rewards",
         _equal_rewards,
         "Look at the rewards in samples/. Try a reward that tells answers apart, or easier prompts",
@@ -387,7 +435,8 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, memory_grows, short_step
+are no_signal, signal_lost, only_shaping, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, \
+memory_grows, short_step
 
     Raises:
         UserError: A name is not a symptom.
@@ -417,7 +466,7 @@ GOES_ON = (
 
 
 def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
-    """Return a line of advice for each setting that prevents learning."""
+    """Return a line of advice for each setting that prevents or harms learning."""
     return [f"{where}; {advice}" for found, advice in MISTAKES for where in found(graph, handles)]
 
 

@@ -13,6 +13,7 @@ from weft.algorithms.advantages import (
     group_advantages,
     group_centred,
     group_normalized,
+    groups_without_signal,
     leave_one_out,
     length_weighted,
     valid_groups_centred,
@@ -69,6 +70,21 @@ def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
                 best_of_group: max(r) - max(others),
             }[estimator]
     return out
+
+
+def test_signal_of_shaping_is_the_share_of_groups_whose_outcomes_are_equal():
+    samples = Batch.of(
+        group_id=[1, 1, 2, 2, 3, 3],
+        reward=[1.0, 1.0, 1.0, 0.0, 0.0, 0.0],
+        shaped_reward=[0.5, 1.0, 1.0, 0.0, 0.0, 0.0],
+        response_ids=[[1]] * 6,
+    )
+    found = groups_without_signal(samples, reward="shaped_reward")
+    assert found["signal_of_shaping"].value == 0.5
+    assert found["groups_without_signal"].value == pytest.approx(1 / 3)
+    assert "signal_of_shaping" not in groups_without_signal(samples)
+    same = samples.with_columns(**{"reward/form": [0.5, 1.0, 1.0, 0.0, 0.0, 0.0]})
+    assert "signal_of_shaping" not in groups_without_signal(same, reward="reward/form")
 
 
 def test_by_hand():

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from toy import ToyActor, ToyConfig, ToyLoss, ToyReward, ToyRollout, centred, prompts
 
@@ -22,8 +23,10 @@ from weft.algorithms.advantages import (
     length_weighted,
     valid_groups_centred,
 )
+from weft.algorithms.graders.text import Exact
 from weft.algorithms.grpo import drop_zero_variance, first_of_group
 from weft.algorithms.preference import best_and_worst
+from weft.algorithms.rewards import penalize_overlong
 from weft.algorithms.sampling import Sampling
 from weft.controllers.driver import Driver
 from weft.controllers.reports.symptoms import FIRST_WITHOUT_SIGNAL, GOES_ON, Watch, mistakes
@@ -35,8 +38,11 @@ from weft.dataflow.graph import Graph, group
 from weft.dataflow.metrics import Mean, Metrics
 from weft.dataflow.operation import Shape, TrainingBatch
 from weft.dataflow.runs.alerts import read_alerts
+from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 from weft.workers.dispatch import Dispatch
+from weft.workers.reward import RewardWorker
+from weft.workers.rewards.function import Reward
 from weft.workers.worker import remote
 
 
@@ -167,6 +173,56 @@ def test_a_mistake_found_before_the_start_is_reported_with_advice(settings: dict
     made = recorded(**settings)
     (said,) = mistakes(made, made.handles)
     assert said.startswith(says) and "Try " in said
+
+
+def right(response: str) -> float:
+    return float("4" in response)
+
+
+def test_a_filter_that_compares_shaped_rewards_is_reported():
+    def said_of(functions: Any, by: str, shaped: bool = False) -> list[str]:
+        @graph
+        def filtered(prompts: Any, *, rollout: Any, reward: Any, actor: Any) -> Any:
+            samples: Any = reward.score(rollout.generate(prompts, n=4))
+            if shaped:
+                samples = penalize_overlong(samples, max_tokens=8, buffer_tokens=4)
+            samples = drop_zero_variance(samples, by=by)
+            return actor.update(group_advantages(samples))
+
+        handles: dict[str, Any] = dict(recorded().handles)
+        handles["reward"] = group(RewardWorker, name="reward", function=functions, tokenizer="model")
+        given = {name: handles[name] for name in ("rollout", "reward", "actor")}
+        source = TableSource("sums", pa.table({"prompt_ids": [[1]], "answer": ["4"]}))
+        made = filtered(source, **given)
+        return mistakes(made, made.handles)
+
+    both = (Reward(function=Exact(), name="right"), Reward(function=right, name="form", weight=0.1))
+    (said,) = said_of(both, "reward")
+    assert said.startswith(
+        "node 'drop_zero_variance' compares 'reward', the sum of the outcome 'reward/right' and form; shaping"
+    )
+    (said,) = said_of(Exact(), "shaped_reward", shaped=True)
+    assert "compares 'shaped_reward', which 'penalize_overlong' has shaped" in said
+    assert said_of(both, "reward/right") == [] == said_of(Exact(), "reward")
+    only_measured = (both[0], Reward(function=right, name="form", weight=0.0))
+    assert said_of(only_measured, "reward") == []
+    assert said_of((right, centred_form), "reward") == [], "none of them is known to be the outcome"
+
+
+def centred_form(response: str) -> float:
+    return len(response) / 8
+
+
+def test_signal_that_only_comes_from_shaping_is_reported():
+    def row(step: int, share: float) -> dict[str, float]:
+        return {"step": float(step), "groups_without_signal": 0.5, "signal_of_shaping": share}
+
+    watch = Watch()
+    assert [s.symptom.name for k in range(1, 3) for s in watch.see(row(k, 1.0))] == []
+    assert [s.symptom.name for k in range(3, 5) for s in watch.see(row(k, 1.0))] == ["only_shaping"]
+    watch = Watch()
+    rows = [row(1, 1.0), row(2, 1.0), row(3, 0.9), row(4, math.nan), row(5, 1.0), row(6, 1.0)]
+    assert [s.symptom.name for each in rows for s in watch.see(each)] == []
 
 
 def test_correct_code_gets_no_warning():
