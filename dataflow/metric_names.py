@@ -119,6 +119,9 @@ GROUP/std | of the reward | standard deviation of the rewards of the step's resp
     all rewards are equal
 GROUP/max | of the reward | largest reward of the step
 GROUP/scored | samples | number of samples with a reward; an episode is one sample
+GROUP/failure_rate | 0 to 1 | share of samples whose asynchronous reward function, such as a judge,
+    failed. Weft requeues them up to two times | 0 | above 0.05: the service is unreliable or too
+    slow, or a judge gives no verdict
 GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such as
     `baseline_reward_mean`
 GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column

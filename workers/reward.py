@@ -253,7 +253,9 @@ class RewardWorker(Worker):
                 for done in scoring.run():
                     rows = samples if len(done) == len(samples) else samples.take([*done])
                     outcomes = [*done.values()]
-                    metrics = self._metrics(outcomes, row_weights(rows), scoring.logged, into)
+                    metrics = self._metrics(
+                        outcomes, row_weights(rows), scoring.take_metrics(len(done)), into
+                    )
                     yield self._written(rows, outcomes, into), metrics
         except ResultError:
             raise self._blamed(samples, scoring.failed) from None

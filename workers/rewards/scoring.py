@@ -67,8 +67,9 @@ class Scoring:
     ) -> None:
         self.failed: dict[int, Exception] = {}
         """Maps each failed sample to the exception of the first function that failed."""
-        self.logged: dict[str, Mean] = {}
-        """Metrics that the functions logged."""
+        self._logged: dict[str, Mean] = {}
+        self._counted = 0
+        """Number of failed samples that `take_metrics` has counted."""
         self._rewards = caller.rewards
         self._samples = samples
         self._context = context
@@ -254,8 +255,17 @@ class Scoring:
         self._given |= done.keys()
         return done
 
+    def take_metrics(self, finished: int) -> dict[str, Mean]:
+        """Return the metrics since the last call, in which this number of samples has finished: those
+        that functions logged and, if functions call a service, the share of samples that failed."""
+        metrics, self._logged = self._logged, {}
+        failed, self._counted = len(self.failed) - self._counted, len(self.failed)
+        if failed + finished and any(reward.is_async for reward in self._rewards):
+            metrics["failure_rate"] = Mean(float(failed), float(failed + finished))
+        return metrics
+
     def _log(self, name: str, value: float) -> None:
-        self.logged[name] = self.logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
+        self._logged[name] = self._logged.get(name, Mean(0.0, 0.0)) + Mean(float(value))
 
 
 def _result(future: Future[Any]) -> Any:

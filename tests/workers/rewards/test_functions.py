@@ -15,9 +15,9 @@ import pytest
 
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
-from weft.dataflow.metrics import merge
+from weft.dataflow.metrics import Mean, merge
 from weft.workers.reward import RewardConfig, RewardWorker
-from weft.workers.rewards import calls
+from weft.workers.rewards import calls, scoring
 from weft.workers.rewards import judge as judge_module
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
@@ -179,7 +179,25 @@ def test_an_asynchronous_call_is_retried_and_only_final_failures_are_blamed(
     assert tries == {0: 1, 1: 3, 2: 3} and [
         id for rows, _ in done for id in rows["sample_id"].to_pylist()
     ] == [0, 2]
+    assert merge(metrics for _, metrics in done)["failure_rate"] == Mean(1.0, 3.0)
     made.close()
+
+
+def test_metrics_of_calls_that_yield_in_parts_count_once(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scoring, "PART_S", -1.0)
+
+    def logging(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("seen", 3.0)
+        return [1.0] * len(completions)
+
+    def plain(response: str) -> float:
+        return 1.0
+
+    made = worker((Reward(function=logging), Reward(function=plain)), model)
+    parts = [metrics for _, metrics in made.score(many(3))]
+    made.close()
+    assert len(parts) > 1 and merge(parts)["seen"] == Mean(3.0, 1.0)
+    assert "failure_rate" not in merge(parts)
 
 
 def test_calls_begin_no_faster_than_allowed(model: Path):
