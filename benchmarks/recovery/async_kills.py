@@ -8,6 +8,7 @@ fraction of a second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -220,8 +221,11 @@ def wait(pid: int, seconds: float) -> int | None:
 
 def steps_of(run: Path) -> int:
     """Return the number of finished steps, from the run's log and its cut tails."""
-    logs = (run / BUFFER).glob(f"{LOG}*")
-    return sum(log.read_bytes().count(b'"key":"step"') for log in logs)
+    steps = 0
+    for log in (run / BUFFER).glob(f"{LOG}*"):
+        with contextlib.suppress(FileNotFoundError):  # the run has just moved its log
+            steps += log.read_bytes().count(b'"key":"step"')
+    return steps
 
 
 def wait_for_moment(pid: int, run: Path, rng: random.Random) -> int | None:
