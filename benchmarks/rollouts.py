@@ -1,0 +1,45 @@
+"""Training methods and rollout features: how exact and how fast they are.
+
+    python benchmarks/rollouts.py                    # a minute
+
+| figure | what it is | wanted |
+|---|---|---|
+| `distillation_gap` | largest divergence of a distilled student from the closed-form optimum on a one-token task, nats | 0.01 |
+| `distillation_gap_top_4` | the same for the teacher's four likeliest tokens | 0.01 |
+| `distillation_gap_before` | the same before the distillation, with all tokens | none |
+
+The last line printed is one JSON object, with null for figures that were not requested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE / "rollouts"), str(HERE)]
+FIGURES = ("distillation_gap", "distillation_gap_top_4", "distillation_gap_before")
+PARTS = {"distillation": "distilled"}
+"""Maps a part to its module, whose `measure()` returns figures by name."""
+
+
+def main() -> None:
+    from machine import load
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    figures = dict.fromkeys(FIGURES)
+    for part in parser.parse_args().parts:
+        found = importlib.import_module(PARTS[part]).measure()
+        print(f"{part}: {found}; load {load()}", flush=True)
+        figures |= found
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
