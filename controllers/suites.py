@@ -13,6 +13,7 @@ from ..algorithms.graders.math import Gsm8k, Math
 from ..algorithms.sampling import Sampling
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.graph import group
+from ..dataflow.operation import names_arguments, names_parameters
 from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.formats import ReadArguments
 from ..dataflow.prompts.prompts import Prompts
@@ -27,6 +28,7 @@ from .schedule import Synchronous
 from .train import Data, Rewards, cluster_nodes, shared_devices
 
 
+@names_arguments
 @dataclass(frozen=True)
 class Suite:
     """Held-out rows, and how to sample and score responses to them.
@@ -60,6 +62,7 @@ NAMED: Mapping[str, Callable[[Data], Suite]] = {
 """Maps the names of known suites to functions of the data."""
 
 
+@names_parameters("weft.evaluate_model")
 def evaluate_model(
     model: str | Path,
     suites: Mapping[str, Data | Suite],

@@ -132,6 +132,13 @@ def test_wrong_suites_are_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_misspelt_argument_is_named(model: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="no argument 'max_token'.*did you mean 'max_tokens'"):
+        evaluated(model, tmp_path, {"gsm8k": SUMS}, max_token=4)
+    with pytest.raises(UserError, match="no argument 'reward'.*did you mean 'rewards'"):
+        Suite(SUMS, reward=Exact())  # pyright: ignore[reportCallIssue]
+
+
 def test_the_command_measures_a_folder_or_the_model_of_a_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
