@@ -28,7 +28,7 @@ from .kl import KlPenalty
 from .loss import Loss
 from .policy_loss import NegativeLogLikelihood, PolicyLoss
 from .ppo import ppo
-from .preference import dpo, kto, online_dpo
+from .preference import bco, dpo, kto, online_dpo
 from .preference_loss import LogLikelihood, LogOdds, LogRatio, PreferenceLoss, Squared
 from .protocols import Trainable
 from .surrogates import Cispo, Clipped, PlainPolicyGradient, Unclipped, sequence_product, sequence_ratio
@@ -139,6 +139,7 @@ METHODS: Mapping[str, Method] = {
     "simpo": Method(dpo, {"loss": _SIMPO}, PAIRED),
     "orpo": Method(dpo, {"loss": _ORPO}, PAIRED),
     "kto": Method(kto, learning_rate=PAIRED),
+    "bco": Method(bco, learning_rate=PAIRED),
     "sft": Method(supervised, learning_rate=1e-5),
 }
 """Methods by name. For the papers, see docs/algorithms.md and docs/preferences.md."""

@@ -3,7 +3,7 @@
 dpo(pairs, actor=actor, reference=reference)                                        DPO; other losses: `preference_loss.py`
 dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))         without a reference: SimPO, ORPO
 online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
-kto(responses, actor=actor, reference=reference)                                    single responses, good or bad
+kto(responses, actor=actor, reference=reference)                                    single responses, good or bad; also bco
 
 A pair is a group of two rows, whose `preferred` is 1 and 0. Losses that compare them set
 `Loss.whole_groups`.
@@ -45,9 +45,12 @@ from ..dataflow.operation import GROUPS, Shape, node
 from ..dataflow.tracing import graph
 from .episodes import Episodes
 from .loss import Loss
-from .preference_loss import DesirabilityLoss, PreferenceLoss
+from .preference_loss import ClassifierLoss, DesirabilityLoss, PreferenceLoss
 from .protocols import Rewarder, Rollout, Scorer, Trainable
 from .sampling import Sampling
+
+POLICY_LOGPROBS = "policy_logprobs"
+"""[L] nats, under the actor before the update."""
 
 
 @node(
@@ -178,6 +181,31 @@ def reference_point(rows: Batch) -> Batch:
 
 
 @node(
+    reads=(PREFERRED, POLICY_LOGPROBS, REFERENCE_LOGPROBS),
+    may_read=(RESPONSE_MASK,),
+    writes=(REFERENCE_POINT,),
+)
+def midpoint(rows: Batch) -> Batch:
+    """BCO's reward shift (arXiv:2404.04656) in nats: halfway between the mean log-ratio to the
+    reference of good responses and that of bad ones; with one kind only, its mean. Rows without a
+    trained token do not count. It is equal in all rows of this call.
+
+    >>> columns = {"policy_logprobs": [[-1.0, -1.0], [-3.0]], "reference_logprobs": [[-2.0, -3.0], [-2.0]]}
+    >>> midpoint(Batch.of(preferred=[1, 0], **columns))["reference_point"].to_pylist()
+    [1.0, 1.0]
+    """
+    ratios = _sums(rows, POLICY_LOGPROBS) - _sums(rows, REFERENCE_LOGPROBS)
+    counted, good = np.ones(len(rows), bool), rows.numpy(PREFERRED) > 0
+    if RESPONSE_MASK in rows:
+        mask, cu_seqlens = rows.ragged_numpy(RESPONSE_MASK)
+        counted = np.diff(np.concatenate([[0], np.cumsum(mask != 0)])[cu_seqlens]) > 0
+    kinds = [ratios[counted & kind] for kind in (good, ~good)]
+    means = [float(kind.mean()) for kind in kinds if len(kind)]
+    point = sum(means) / len(means) if means else 0.0
+    return rows.with_columns(reference_point=np.full(len(rows), point, np.float32))
+
+
+@node(
     shape=Shape.GROUP,
     reads=lambda score: (PREFERRED, score),
     may_read=lambda against: (against, RESPONSE_MASK) if against else (RESPONSE_MASK,),
@@ -263,14 +291,31 @@ def kto(
 
 
 @graph
+def bco(
+    responses: Any, *, actor: Any, reference: Scorer, loss: Loss = ClassifierLoss(), by: str = "label"
+) -> Any:
+    """BCO (arXiv:2404.04656) on the data of `kto`. Before each update, the actor's log-probabilities
+    give the point that separates good responses from bad ones.
+
+    The paper averages this point over steps; here, it is that of the current weights and the rows of
+    the step, so a resumed run continues exactly. If the schedule runs nodes on parts of a step, each
+    part has its own.
+    """
+    rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
+    rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
+    rows = actor.logprobs(rows, into=POLICY_LOGPROBS)
+    return actor.update(midpoint(rows), loss=loss)
+
+
+@graph
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
     """Evaluate how often the actor prefers the preferred response: by likelihood, or with a
     reference by implicit reward. Metrics: `preference_accuracy` and `preference_margin` (nats)."""
-    rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
+    rows = actor.logprobs(pairs(preferences), into=POLICY_LOGPROBS)
     if reference is None:
-        return compare(rows, score="policy_logprobs")
+        return compare(rows, score=POLICY_LOGPROBS)
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
-    return compare(rows, score="policy_logprobs", against=str(REFERENCE_LOGPROBS))
+    return compare(rows, score=POLICY_LOGPROBS, against=str(REFERENCE_LOGPROBS))
 
 
 def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:

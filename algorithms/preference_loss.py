@@ -463,12 +463,33 @@ class DesirabilityLoss(FrozenLoss):
         point = torch.where(counted, rows[REFERENCE_POINT], 0.0)
         above = self.beta * (scores - point)
         of_good, of_bad = self.weights
-        losses = torch.where(good, of_good * torch.sigmoid(-above), of_bad * torch.sigmoid(above))
+        losses = torch.where(good, of_good * self._loss(above), of_bad * self._loss(-above))
         rewards = self.beta * scores
         metrics = observed(counted & good, {"chosen_reward": rewards})
         metrics |= observed(counted & ~good, {"rejected_reward": rewards})
         metrics |= observed(counted, {"reference_point": point})
         return torch.where(counted, losses, 0.0).sum(), metrics
+
+    def _loss(self, ahead: Tensor) -> Tensor:
+        """Return the loss of responses whose rewards are this far on the right side of z0."""
+        return torch.sigmoid(-ahead)
+
+
+class ClassifierLoss(DesirabilityLoss):
+    """BCO's loss (binary classifier optimization, arXiv:2404.04656), the mean over responses.
+
+    l = -w_D log sigmoid(beta (s - d)) for a good response, and -w_U log sigmoid(beta (d - s)) for a
+    bad one: the log-ratio classifies responses. d, the column `reference_point` [nats], lies halfway
+    between the mean log-ratios of good and of bad responses. The graph `bco` computes it.
+
+    >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}
+    >>> loss_sum, _ = ClassifierLoss(beta=1)(torch.tensor([-1.5, -1.5]), PackedRows.of([1, 1], **columns))
+    >>> round(loss_sum.item(), 4)  # 2 log 2
+    1.3863
+    """
+
+    def _loss(self, ahead: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(-ahead)
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:

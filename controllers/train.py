@@ -11,7 +11,7 @@ from typing import Any
 
 from ..algorithms.evaluation import evaluate
 from ..algorithms.methods import Method, method_of
-from ..algorithms.preference import kto, preference_accuracy
+from ..algorithms.preference import bco, kto, preference_accuracy
 from ..algorithms.sampling import Sampling
 from ..dataflow.column import CHOSEN_IDS, RESPONSE_IDS
 from ..dataflow.errors import Ended, UserError
@@ -196,7 +196,7 @@ def _check_responses(method: Method, name: str, prompts: Source) -> None:
         wanted = "pairs have the columns 'prompt', 'chosen' and 'rejected'"
     else:
         what = "responses"
-        columns = (RESPONSE_IDS, CHOSEN_IDS) if method.graph is kto else (RESPONSE_IDS,)
+        columns = (RESPONSE_IDS, CHOSEN_IDS) if method.graph in (kto, bco) else (RESPONSE_IDS,)
         wanted = "responses are in columns such as 'messages', 'completion', 'response' or 'output', or in one that reading= names"
     if not any(str(column) in prompts.columns for column in columns):
         raise UserError(

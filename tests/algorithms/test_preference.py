@@ -9,10 +9,12 @@ import pytest
 from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference import (
+    bco,
     best_and_worst,
     compare,
     dpo,
     kto,
+    midpoint,
     mismatched,
     online_dpo,
     pairs,
@@ -157,6 +159,25 @@ def test_mismatched_responses_are_of_other_groups_of_any_size(seed: int):
         assert sorted(other) == list(range(number)), "each response stands beside one prompt"
     alone = mismatched(rows.take(np.flatnonzero(groups == 0)))
     assert alone["mismatched_ids"].to_pylist() == [[i] for i in np.flatnonzero(groups == 0)]
+
+
+def test_the_midpoint_lies_between_the_means_of_good_and_bad_responses():
+    rows = Batch.of(
+        preferred=[1, 1, 0, 0],
+        policy_logprobs=[[-1.0, -9.0], [-2.0], [-4.0], [-5.0, -5.0]],
+        reference_logprobs=[[-3.0, -1.0], [-6.0], [-3.0], [-1.0, -1.0]],
+        response_mask=[[1, 0], [1], [1], [0, 0]],
+    )
+    # good: 2 and 4; bad: -1, and a row without a trained token
+    assert midpoint(rows)["reference_point"].to_pylist() == [1.0] * 4
+    assert midpoint(rows.take(np.array([0, 1])))["reference_point"].to_pylist() == [3.0, 3.0]
+    assert midpoint(rows.take(np.array([3])))["reference_point"].to_pylist() == [0.0]
+
+
+def test_bco_reads_the_actor_before_the_update():
+    graph = bco(LABELLED, **handles("actor", "reference"))
+    assert [node.operation.name for node in graph.nodes][-3:] == ["logprobs", "midpoint", "update"]
+    assert "reference_point" in graph["actor.update"].reads
 
 
 def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():

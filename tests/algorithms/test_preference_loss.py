@@ -11,6 +11,7 @@ from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.preference_loss import (
     ApoDown,
     ApoZero,
+    ClassifierLoss,
     DesirabilityLoss,
     DiscoPop,
     DivergenceRatio,
@@ -119,6 +120,7 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
 EVERY: dict[str, Loss] = {
     **{name: case[0] for name, case in CASES.items()},
     "kto": DesirabilityLoss(beta=0.7),
+    "bco": ClassifierLoss(beta=0.7),
     "ld-dpo": PreferenceLoss(score=LogRatio(beyond=0.3)),
 }
 
@@ -202,15 +204,20 @@ def test_discopop_stays_finite_for_pairs_in_the_wrong_order(z: float, temperatur
     assert loss.item() == pytest.approx(logistic, abs=1e-6) and slope.isfinite()
 
 
-def test_kto_weighs_good_and_bad_responses_by_themselves():
-    loss = DesirabilityLoss(beta=0.7, weights=(2, 0.5))
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        (DesirabilityLoss, lambda ahead: 1 - torch.sigmoid(ahead)),
+        (ClassifierLoss, lambda ahead: -torch.sigmoid(ahead).log()),
+    ],
+)
+def test_good_and_bad_responses_have_weights_of_their_own(kind: Any, formula: Any):
+    loss = kind(beta=0.7, weights=(2, 0.5))
     logprobs, rows = random_rows()
     expected = torch.zeros((), dtype=torch.float64)
     for k in range(6):
         above = 0.7 * (of_row(logprobs - rows["reference_logprobs"], rows, k).sum() - 0.25)
-        expected = expected + (
-            2 * (1 - torch.sigmoid(above)) if PREFERRED[k] else 0.5 * (1 - torch.sigmoid(-above))
-        )
+        expected = expected + (2 * formula(above) if PREFERRED[k] else 0.5 * formula(-above))
     (gradient,) = torch.autograd.grad(expected, logprobs)
     value, mine = value_and_gradient(loss, logprobs, rows)
     assert value == pytest.approx(expected.item(), rel=1e-6) and loss.count(rows) == 6

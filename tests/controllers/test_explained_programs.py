@@ -22,7 +22,7 @@ FILES = {
     "pairs": ROWS,
     "answered": [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS],
 }
-DATA = {"sft": "answered", "kto": "answered"} | dict.fromkeys(
+DATA = dict.fromkeys(("sft", "kto", "bco"), "answered") | dict.fromkeys(
     ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
 )
 TRAIN = 'steps=1, prompts_per_step=4, max_tokens=4, name="run", progress=False'
@@ -78,7 +78,7 @@ def runs_as_printed(tmp_path: Path, printed: str) -> None:
     assert (tmp_path / "runs" / "run" / "model" / "model.safetensors").exists(), printed
 
 
-THOROUGH = {"sft", "dpo", "grpo", "ppo", "online_dpo", "kto"}
+THOROUGH = {"sft", "dpo", "grpo", "ppo", "online_dpo", "kto", "bco"}
 """One method per graph; the other methods differ in settings only."""
 
 

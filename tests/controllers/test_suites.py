@@ -133,9 +133,9 @@ def test_wrong_suites_are_refused_before_anything_starts(
 
 
 def test_a_misspelt_argument_is_named(model: Path, tmp_path: Path):
-    with pytest.raises(UserError, match="no argument 'max_token'.*did you mean 'max_tokens'"):
+    with pytest.raises(UserError, match=r"no argument 'max_token'.*did you mean 'max_tokens'"):
         evaluated(model, tmp_path, {"gsm8k": SUMS}, max_token=4)
-    with pytest.raises(UserError, match="no argument 'reward'.*did you mean 'rewards'"):
+    with pytest.raises(UserError, match=r"no argument 'reward'.*did you mean 'rewards'"):
         Suite(SUMS, reward=Exact())  # pyright: ignore[reportCallIssue]
 
 

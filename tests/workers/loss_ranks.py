@@ -118,6 +118,7 @@ LOSSES: dict[str, Case] = {
     "orpo": Case(PreferenceLoss(beta=1, score=preference.LogOdds(), weight=0.1, likelihood=1)),
     "rpo": Case(PreferenceLoss(likelihood=1)),
     "kto": Case(DesirabilityLoss(weights=(1.5, 1.0))),
+    "bco": Case(preference.ClassifierLoss(weights=(1.5, 1.0))),
     "value": Case(ValueLoss(), "values"),
     "value, unclipped, by sequence": Case(ValueLoss(clip=None, aggregation=sequence_mean), "values"),
     "reward": Case(RewardLoss(margin="margin", centring=0.01), "rewards", reads_last=True),

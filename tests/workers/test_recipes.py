@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.algorithms.preference import dpo, kto, online_dpo
-from weft.algorithms.preference_loss import PreferenceLoss
+from weft.algorithms.preference import bco, dpo, kto, online_dpo
+from weft.algorithms.preference_loss import ClassifierLoss, PreferenceLoss
 from weft.dataflow.graph import Graph, group
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorWorker
@@ -131,7 +131,7 @@ def test_methods_take_several_steps_an_update(model: str, tmp_path: Path, method
 @pytest.mark.parametrize("method", LOSSES)
 def test_every_preference_loss_of_the_docs_takes_a_step(model: str, tmp_path: Path, method: str):
     loss, actor = LOSSES[method], group(ActorWorker, model=model, learning_rate=1e-3)
-    recipe = dpo if loss.whole_groups else kto
+    recipe = dpo if loss.whole_groups else bco if isinstance(loss, ClassifierLoss) else kto
     judged = {"reference": reference(model)} if "reference_logprobs" in loss.reads else {}
     assert "actor/chosen_reward" in step(recipe(pairs(), actor=actor, **judged, loss=loss), tmp_path)
 
