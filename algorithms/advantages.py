@@ -308,15 +308,23 @@ def groups_without_signal(
         return {}
     equal = have_equal_rewards(samples, reward)
     metrics: dict[str, Metric] = {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
-    if _is_shaped(reward) and REWARD in samples:
+    if _is_shaped(reward) and REWARD in samples and _is_of_episodes(samples, str(REWARD)):
         shaping = have_equal_rewards(samples, str(REWARD))[~equal]
         metrics["signal_of_shaping"] = Mean(float(shaping.sum()), float(len(shaping)))
     return metrics
 
 
 def _is_shaped(reward: str) -> bool:
-    # `reward/NAME` is the part of a reward that one function gives.
-    return not reward.startswith((str(REWARD), str(TURN_REWARDS)))
+    return reward == "shaped_reward"  # the column of `penalize_overlong`
+
+
+def _is_of_episodes(samples: Batch, column: str) -> bool:
+    """Whether the rows of each episode have the same value."""
+    if EPISODE_ID not in samples:
+        return True
+    ids, values = samples.numpy(EPISODE_ID), samples.numpy(column)
+    _, first, index = np.unique(ids, return_index=True, return_inverse=True)
+    return bool((values[first][index] == values).all())
 
 
 @node(

@@ -140,7 +140,7 @@ def evaluate(
     avg@n is the mean reward. For pass@k, the grader (such as `Math`) among the reward functions
     decides whether a response is correct. Without a grader, a response is correct if its reward is
     at least `solved`, and pass@k is measured only if `solved` or `k` is given or `n` is above 1.
-    maj@k, the accuracy of the most frequent of k final answers, needs a grader that defines
+    maj@k, the accuracy of the most frequent of k final answers, needs a single grader, which defines
     `final_answer`.
 
     For greedy decoding, pass `sampling=weft.Sampling(temperature=0, ...)`.

@@ -15,6 +15,7 @@ PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)           
 PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
+ClassifierLoss()                                                                    BCO: the same data
 
 A pair is a group of two rows; one is `preferred`. s_w is the score of the preferred
 response, and s_l the score of the other. Every loss on pairs has the form
@@ -438,7 +439,7 @@ class DesirabilityLoss(FrozenLoss):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """[reward/nat] Reward per nat of log-ratio. Raise it to stay closer to the reference; the loss
+    """[reward/nat] Reward per nat of log-ratio. Raise it to stay closer to the reference; KTO's loss
     then saturates sooner."""
     weights: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.0)
     """[factor] w_D and w_U, the weights of good and of bad responses. Raise the weight of the rarer
@@ -471,7 +472,8 @@ class DesirabilityLoss(FrozenLoss):
         return torch.where(counted, losses, 0.0).sum(), metrics
 
     def _loss(self, ahead: Tensor) -> Tensor:
-        """Return the loss of responses whose rewards are this far on the right side of z0."""
+        """Return the loss of responses whose rewards are this far on the right side of the reference
+        point."""
         return torch.sigmoid(-ahead)
 
 

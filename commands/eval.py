@@ -8,6 +8,7 @@ from typing import Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from ..dataflow.errors import UserError
+from ..dataflow.runs.files import is_run
 from .command_line import RUNS, Answer, Json, Name
 
 
@@ -71,6 +72,14 @@ def evaluate(
 
 
 def _model_of(model: str, root: Path) -> str:
-    """Return the path of a run's trained model if the run has one, or else the name itself."""
-    trained = root / model / "model"
-    return str(trained) if not Path(model).exists() and trained.is_dir() else model
+    """Return the path of a run's trained model if this is the directory or name of a run, or else the
+    name itself. Raises a UserError if the run has no complete model."""
+    run = next((path for path in (Path(model), root / model) if is_run(path)), None)
+    if run is None:
+        return model
+    if not (run / "model" / "config.json").is_file():
+        raise UserError(
+            f"run {model!r} has no complete model in {run / 'model'}; write one with `weft export {model} FOLDER`, for an adapter with "
+            "--merged"
+        )
+    return str(run / "model")

@@ -112,7 +112,7 @@ def evaluate_model(
         if number > 1 and heat == 0:
             raise UserError(
                 f"suite {each!r} with n={number} and temperature=0: all responses to a prompt would be equal; "
-                "give a temperature above 0, such as 0.6"
+                "give a temperature above 0, such as 0.6, or n=1"
             )
         reading: ReadArguments = {**(suite.reading or {})}
         if limit is not None:

@@ -199,7 +199,9 @@ PREFERRED = Column(
     "1 for the better response of a pair, or a good single response; otherwise 0",
 )
 REFERENCE_POINT = Column(
-    "reference_point", float32, "nats; KTO's z0, the divergence that responses are compared with"
+    "reference_point",
+    float32,
+    "nats; the log-ratio that responses are compared with: KTO's z0, or BCO's boundary",
 )
 MISMATCHED_LOGPROBS = Column(
     "mismatched_logprobs", FLOATS, "[L] nats, of mismatched_ids under the actor"

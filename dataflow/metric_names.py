@@ -119,9 +119,9 @@ GROUP/std | of the reward | standard deviation of the rewards of the step's resp
     all rewards are equal
 GROUP/max | of the reward | largest reward of the step
 GROUP/scored | samples | number of samples with a reward; an episode is one sample
-GROUP/failure_rate | 0 to 1 | share of samples whose asynchronous reward function, such as a judge,
-    failed. Weft requeues them up to two times | 0 | above 0.05: the service is unreliable or too
-    slow, or a judge gives no verdict
+GROUP/failure_rate | 0 to 1 | share of attempts that failed, if a reward function is asynchronous, such
+    as a judge. Weft requeues failed samples up to two times | 0 | above 0.05: the service is
+    unreliable or too slow, or a judge gives no verdict
 GROUP/COLUMN_mean | of the reward | mean of the rewards in another column, such as
     `baseline_reward_mean`
 GROUP/COLUMN_std | of the reward | standard deviation of the rewards in another column
@@ -283,8 +283,8 @@ GROUP/chosen_logprob | nats | log-probability of preferred responses under the p
 GROUP/rejected_logprob | nats | log-probability of rejected responses under the policy | falls
 GROUP/chosen_nll | nats/token | negative log-likelihood of preferred responses, the loss's
     supervised term | falls
-GROUP/reference_point | nats | KTO's z0: the divergence from the reference that responses are
-    compared with | near 0
+GROUP/reference_point | nats | the log-ratio that responses are compared with: KTO's z0, a divergence
+    from the reference, or BCO's boundary between good and bad responses | near 0 for KTO
 GROUP/step_reward | 0 to 1 | a process reward model's probability that a step of a solution is
     correct
 GROUP/step_accuracy | 0 to 1 | share of solution steps that the process reward model classifies

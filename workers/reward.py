@@ -16,6 +16,7 @@ import pyarrow as pa
 import pydantic
 
 from ..algorithms.graders.grader import Grader
+from ..algorithms.graders.instructions import IFEVAL_IDS, Instructions
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     ANSWER,
@@ -211,6 +212,8 @@ class RewardWorker(Worker):
             _check_answers(reward, source)
             if isinstance(reward.function, Judge):
                 reward.function.check()
+            if isinstance(reward.function, Instructions) and IFEVAL_IDS in source.columns:
+                reward.function.check_ids(source.table[IFEVAL_IDS].to_pylist())
 
     def __init__(self, config: RewardConfig, context: Context = Context()) -> None:
         super().__init__(config, context)
@@ -272,8 +275,16 @@ class RewardWorker(Worker):
                 "final_answers needs one grader with verdicts that defines `final_answer`, such as Math()"
             )
         texts = self._tokenizer.decode(samples[RESPONSE_IDS].to_pylist())
-        answers = pa.array([grader.final_answer(text) for text in texts], pa.string())
-        return samples.with_columns(**{str(FINAL_ANSWER): answers})
+        answers: list[str | None] = []
+        for sample_id, text in zip(samples["sample_id"].to_pylist(), texts, strict=True):
+            self.context.at(sample_id)
+            try:
+                answers.append(grader.final_answer(text))
+            except Exception:  # a response without an answer does not vote
+                answers.append(None)
+            self.context.advance()
+        self.context.at(None)
+        return samples.with_columns(**{str(FINAL_ANSWER): pa.array(answers, pa.string())})
 
     def _written(self, rows: Batch, outcomes: Sequence[Outcome], into: str) -> Batch:
         rewards = self.config.rewards

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from ...dataflow.errors import SampleError, nearest
+from ...dataflow.errors import SampleError, UserError, nearest
 from .extraction import without_reasoning
 from .grader import Grader
 
@@ -19,10 +20,14 @@ _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "more than": operator.gt,
     "exactly": operator.eq,
 }
-_WORD = re.compile(r"\w+(?:['’-]\w+)*")
-_SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?:\s+|$)")
-_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|[A-Z])\.$")
-_FENCED = re.compile(r"^\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*$", re.DOTALL | re.IGNORECASE)
+IFEVAL_IDS = "instruction_id_list"
+"""Column of the instructions of a row."""
+_LANGUAGE = "language:response_language"
+_MISSING = "which needs the package langdetect: `pip install langdetect`, or leave these rows out"
+_WORD = re.compile(r"\w+")
+_SENTENCE = re.compile(r"(?<![.!?])[.!?]+[\"'”’)\]]*(?=\s|$)")
+_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e)\.$")
+_FENCES = ("```json", "```Json", "```JSON", "```")
 
 
 class Instructions(Grader):
@@ -30,11 +35,23 @@ class Instructions(Grader):
     table 1; the strict, prompt-level accuracy). For rows with IFEval's columns
     `instruction_id_list` and `kwargs`.
 
-    Instructions on the language of a response need the package `langdetect`. Sentences are counted
-    by their punctuation, so counts may differ from IFEval's tokenizer at unusual abbreviations.
+    Instructions on the language of a response need the package `langdetect`; without it, such rows
+    fail. Sentences are counted by their punctuation, so counts may differ from IFEval's tokenizer
+    at abbreviations. Upper and lower case are checked in any language.
     """
 
     is_verdict: ClassVar[bool] = True
+
+    def check_ids(self, rows: Iterable[Any]) -> None:
+        """Check the instructions of all rows before a run. Raises a UserError for an unknown instruction,
+        or if `langdetect` is needed and missing."""
+        names = {name for ids in map(_parsed, rows) if isinstance(ids, list | tuple) for name in ids}
+        if unknown := sorted(map(str, names - CHECKS.keys())):
+            raise UserError(
+                f"'instruction_id_list' has {unknown[0]!r}, which is not an instruction{nearest(unknown[0], CHECKS)}"
+            )
+        if _LANGUAGE in names and find_spec("langdetect") is None:
+            raise UserError(f"rows have the instruction {_LANGUAGE!r}, {_MISSING}")
 
     def __call__(self, response: str, instruction_id_list: Any, kwargs: Any = None) -> float:
         """Check a response after its reasoning. Raises a SampleError for an unknown instruction, or one
@@ -69,6 +86,8 @@ def _parsed(value: Any) -> Any:
 def _follows(text: str, name: str, settings: Mapping[str, Any] | None) -> bool:
     if name not in CHECKS:
         raise SampleError(f"there is no instruction {name!r}{nearest(str(name), CHECKS)}")
+    if settings is not None and not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SampleError(f"'kwargs' of instruction {name!r} must be an object, not {settings!r}")
     # A table of all rows' parameters has nulls for those of other instructions.
     given = {key: value for key, value in (settings or {}).items() if value is not None}
     if not text:
@@ -89,8 +108,14 @@ def _has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
+def _listed(words: object) -> Sequence[str]:
+    if not isinstance(words, list | tuple):
+        raise ValueError(f"a list of words is needed, not {words!r}")
+    return words
+
+
 def _keywords(text: str, keywords: Sequence[str]) -> bool:
-    return all(word.casefold() in text.casefold() for word in keywords)
+    return all(word.casefold() in text.casefold() for word in _listed(keywords))
 
 
 def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
@@ -99,7 +124,7 @@ def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -
 
 
 def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(_has_word(text, word) for word in forbidden_words)
+    return not any(_has_word(text, word) for word in _listed(forbidden_words))
 
 
 def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -110,12 +135,12 @@ def _is_in(text: str, language: str) -> bool:
     try:
         from langdetect import DetectorFactory, LangDetectException, detect  # pyright: ignore
     except ImportError:
-        raise SampleError("the language needs a package: `pip install langdetect`") from None
+        raise SampleError(f"instruction {_LANGUAGE!r}, {_MISSING}") from None
     DetectorFactory.seed = 0
     try:
         return detect(text) == language
-    except LangDetectException:  # no letters
-        return False
+    except LangDetectException:  # no letters, which IFEval accepts
+        return True
 
 
 def _count_sentences(text: str) -> int:
@@ -125,7 +150,7 @@ def _count_sentences(text: str) -> int:
     """
     number, start = 0, 0
     for found in _SENTENCE.finditer(text):
-        if not _ABBREVIATION.search(text[start : found.start() + 1]):
+        if not _ABBREVIATION.search(text[max(start, found.start() - 10) : found.start() + 1]):
             number, start = number + 1, found.end()
     return number + bool(text[start:].strip())
 
@@ -159,18 +184,19 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 def _postscript(text: str, postscript_marker: str) -> bool:
     # Spaces between the letters do not matter: "P. S." is "P.S.".
     marker = r"\s?".join(re.escape(each) for each in postscript_marker if not each.isspace())
-    return re.search(rf"(?:^|\s){marker}", text, re.IGNORECASE) is not None
+    return re.search(marker, text, re.IGNORECASE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-)\s*\S", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-)", text, re.MULTILINE)) == num_bullets
 
 
 _CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
-    found = re.findall(r"\*\*[^*\n]*\*\*|\*[^*\n]*\*", text)
+    # As in IFEval, single and double stars count separately.
+    found = [*re.findall(r"\*[^*\n]*\*", text), *re.findall(r"\*\*[^*\n]*\*\*", text)]
     return sum(bool(each.strip("*").strip()) for each in found) >= num_highlights
 
 
@@ -180,25 +206,26 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _json(text: str) -> bool:
-    fenced = _FENCED.match(text)
+    fence = next((each for each in _FENCES if text.startswith(each)), "")
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(text.removeprefix(fence).removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def _title(text: str) -> bool:
-    return any(found.strip("<>").strip() for found in re.findall(r"<<[^\n]+?>>", text))
+    for line in text.splitlines():
+        start, end = line.find("<<"), line.rfind(">>")
+        if end > start >= 0 and line[start:end].strip("<> \t"):
+            return True
+    return False
 
 
 def _two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
-    while parts and not parts[0]:
-        parts = parts[1:]
-    while parts and not parts[-1]:
-        parts = parts[:-1]
-    return len(parts) == 2 and parts[0] != parts[1]
+    given = [part for k, part in enumerate(parts) if part or 0 < k < len(parts) - 1]
+    return len(given) == 2 and all(given) and given[0] != given[1]
 
 
 def _repeats(text: str, prompt_to_repeat: str) -> bool:
@@ -219,7 +246,7 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "keywords:frequency": _keyword_frequency,
     "keywords:forbidden_words": _forbidden_words,
     "keywords:letter_frequency": _letter_frequency,
-    "language:response_language": _is_in,
+    _LANGUAGE: _is_in,
     "length_constraints:number_sentences": _sentences,
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:number_words": _words,

@@ -26,6 +26,8 @@ DEADLINE_S = 10.0
 """[s] Time limit of a comparison."""
 START_S = 120.0
 """[s] Time limit for importing math-verify."""
+LONGEST_VOTE = 1000
+"""[characters] Longest part of a final answer that counts in a vote."""
 MAX_CHARACTERS = 200_000
 """Characters to read at the end of a response."""
 
@@ -124,7 +126,7 @@ class Math(Grader):
         said = ", ".join(boxed) if boxed else after_hashes(text) or extraction.after_phrase(text)
         if said is None:
             said = extraction.last_number(text) or ""
-        said = extraction.stated_part(said)
+        said = extraction.stated_part(said[:LONGEST_VOTE])
         quantity = quantity_of(said)
         return quantity.text if quantity else key(said) or None
 

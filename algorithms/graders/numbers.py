@@ -295,7 +295,7 @@ class Quantity:
 
     @property
     def text(self) -> str:
-        """The value in a form that is equal for equal values.
+        """The value in a form that is equal for equal values, without unit and percent sign.
 
         >>> quantity_of("0.50").text, quantity_of("1/2").text, quantity_of("1e9999").text == quantity_of("10e9998").text
         ('1/2', '1/2', True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
 from ...algorithms.preference import best_and_worst
+from ...algorithms.rewards import penalize_overlong
 from ...dataflow.byte_units import gib
 from ...dataflow.column import RESPONSE_IDS, REWARD
 from ...dataflow.errors import UserError, nearest
@@ -115,6 +116,8 @@ def _rows_of_group(graph: Graph, node: Node) -> int | None:
 
 
 def _greedy(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    if not any(n.operation.updates for n in graph.nodes):  # an evaluation
+        return
     generating = [n for n in graph.nodes if str(RESPONSE_IDS) in n.writes and n.makes_level is not None]
     settings = [n.arguments.get("sampling") for n in generating]
     if settings and all(getattr(one, "temperature", None) == 0 for one in settings):
@@ -138,8 +141,9 @@ def _hidden_outcomes(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[st
         writer = next((n for n in graph.nodes if n.name == node.writers.get(by)), None)
         if writer is None:
             continue
-        if writer.group is None:
+        if writer.function is penalize_overlong:
             yield f"node {node.name!r} compares {by!r}, which {writer.name!r} has shaped"
+        if writer.group is None:
             continue
         config = handles[writer.group].config
         if not isinstance(config, RewardConfig) or by != str(writer.arguments.get("into", REWARD)):
@@ -161,7 +165,7 @@ MISTAKES = (
     (_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
     (
         _hidden_outcomes,
-        "shaping terms differ within most groups, so groups of equal outcomes pass the filter and only teach the shape. Try "
+        "shaping terms differ within most groups, so groups of equal outcomes pass the filter, and the run trains on the shaping terms. Try "
         "drop_zero_variance(samples, by=...) with the column of the outcome",
     ),
     (

@@ -131,6 +131,8 @@ def _find_format(rows: Rows, prompt: str | None, response: str | None) -> Format
     for format in FORMATS:
         if not set(format.columns) <= set(names):
             continue
+        if format.context == "test_list" and not is_list_of_text(table.schema.field("test_list").type):
+            continue  # not MBPP's tests
         if format.text and "role" in names:
             raise rows.error(
                 "columns 'role' and 'text' make each row one message (OpenAssistant's trees); a row must be a whole "
@@ -237,6 +239,10 @@ def is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def is_list_of_text(kind: pa.DataType) -> bool:
+    return is_ragged(kind) and is_text(kind.value_type)
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:

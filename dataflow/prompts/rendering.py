@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..batch import is_ragged, ragged_array
+from ..batch import ragged_array
 from ..errors import UserError
 from .conversations import (
     Gap,
@@ -32,7 +32,7 @@ from .formats import (
     as_text,
     column_kind,
     count_matches,
-    is_text,
+    is_list_of_text,
     matches_all,
     type_name,
 )
@@ -157,8 +157,11 @@ class ReadPlan:
         if context is None or pa.types.is_null(rows.column(context).type):
             return prompts
         column = rows.column(context)
-        if is_ragged(column.type) and is_text(column.type.value_type):
-            column = pa.chunked_array([["\n".join(lines or ()) for lines in column.to_pylist()]], pa.string())
+        if is_list_of_text(column.type):
+            texts = ["\n".join(line for line in lines or () if line) for lines in column.to_pylist()]
+            # Some prompts already show these lines.
+            texts = ["" if text in prompt else text for text, prompt in zip(texts, prompts, strict=True)]
+            column = pa.chunked_array([texts], pa.string())
         elif column_kind(rows, context) != "text":
             raise rows.error(
                 f"column {context!r} is {type_name(rows.column(context).type)}, in the format {self.format} it is text"

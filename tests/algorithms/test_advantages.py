@@ -83,6 +83,9 @@ def test_signal_of_shaping_is_the_share_of_groups_whose_outcomes_are_equal():
     assert found["signal_of_shaping"].value == 0.5
     assert found["groups_without_signal"].value == pytest.approx(1 / 3)
     assert "signal_of_shaping" not in groups_without_signal(samples)
+    rows = samples.with_columns(episode_id=[1, 1, 2, 2, 3, 3], reward=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    rows = rows.with_columns(shaped_reward=[1.0, 1.0, 0.0, 0.0, 0.0, 0.0], group_id=[1] * 6)
+    assert "signal_of_shaping" not in groups_without_signal(rows, reward="shaped_reward")
     same = samples.with_columns(**{"reward/form": [0.5, 1.0, 1.0, 0.0, 0.0, 0.0]})
     assert "signal_of_shaping" not in groups_without_signal(same, reward="reward/form")
 

@@ -143,7 +143,7 @@ def test_the_command_measures_a_folder_or_the_model_of_a_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "trained").mkdir(parents=True)
+    (tmp_path / "runs" / "trained" / "buffer").mkdir(parents=True)
     (tmp_path / "runs" / "trained" / "model").symlink_to(model)
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
     options = ["--suite", "gsm8k=sums.jsonl", "--limit", "3", "--max-tokens", "4"]
@@ -152,6 +152,16 @@ def test_the_command_measures_a_folder_or_the_model_of_a_run(
     assert said["metrics"]["gsm8k/prompts_asked"] == 3.0
     assert main(["eval", str(model), *options, "--n", "2", "--temperature", "1"]) == 0
     assert "gsm8k: pass@1 0." in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_run_without_a_complete_model_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "adapted" / "buffer").mkdir(parents=True)
+    for name in ("adapted", "runs/adapted"):
+        assert main(["eval", name, "--suite", "gsm8k=sums.jsonl"]) == 2
+        assert f"run '{name}' has no complete model in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -256,12 +256,16 @@ class Scoring:
         return done
 
     def take_metrics(self, finished: int) -> dict[str, Mean]:
-        """Return the metrics since the last call, in which this number of samples has finished: those
-        that functions logged and, if functions call a service, the share of samples that failed."""
+        """Return the metrics since the last call: those that functions logged and, if a function is
+        asynchronous, the share of attempts that failed.
+
+        Args:
+            finished: number of samples that have finished since the last call.
+        """
         metrics, self._logged = self._logged, {}
         failed, self._counted = len(self.failed) - self._counted, len(self.failed)
         if failed + finished and any(reward.is_async for reward in self._rewards):
-            metrics["failure_rate"] = Mean(float(failed), float(failed + finished))
+            metrics.setdefault("failure_rate", Mean(float(failed), float(failed + finished)))
         return metrics
 
     def _log(self, name: str, value: float) -> None:

@@ -1,12 +1,14 @@
 """Verifiable instructions: a text that follows each and one that does not."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
+from weft.algorithms.graders import instructions
 from weft.algorithms.graders.instructions import CHECKS, Instructions
-from weft.dataflow.errors import SampleError
+from weft.dataflow.errors import SampleError, UserError
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "keywords:existence": ({"keywords": ["sea", "sky"]}, "The SEA and the sky", "The sea"),
@@ -30,8 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     "length_constraints:number_words": (
         {"num_words": 2, "relation": "at least"},
-        "well-known facts",
-        "well-known",
+        "don't",
+        "done",
     ),
     "length_constraints:nth_paragraph_first_word": (
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "sea"},
@@ -39,12 +41,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "Calm.\n\nThe sea",
     ),
     "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] at [place]", "[name]"),
-    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye.\nP. S. Write!", "Bye."),
-    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n- b", "* a\n- b\n* c"),
+    "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Bye.\n**P. S.** Write!", "Bye."),
+    "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n-\n\n", "* a\n- b\n* c"),
     "detectable_format:constrained_response": ({}, "My answer is maybe.", "Maybe."),
     "detectable_format:number_highlighted_sections": (
         {"num_highlights": 2},
-        "*one* and **two**",
+        "*one* and *two*",
         "*one* and ** **",
     ),
     "detectable_format:multiple_sections": (
@@ -52,9 +54,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "SECTION 1\na\nSECTION 2\nb",
         "SECTION 1\na",
     ),
-    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    "detectable_format:json_format": ({}, '```json {"a": 1}```', "{a: 1}"),
     "detectable_format:title": ({}, "<<The sea>>\ncalm", "<< >>\ncalm"),
-    "combination:two_responses": ({}, "one\n******\ntwo", "one\n******\none"),
+    "combination:two_responses": ({}, "******\none\n******\ntwo", "one\n******\n******\ntwo"),
     "combination:repeat_prompt": ({"prompt_to_repeat": "Say it."}, "say it. It.", "It. Say it."),
     "startend:end_checker": ({"end_phrase": "Any more?"}, 'So: "any more?"', "Any more? No."),
     "startend:quotation": ({}, '"Yes."', '"Yes".'),
@@ -97,7 +99,8 @@ def test_all_instructions_of_a_row_must_be_followed():
     [
         (["punctuation:no_coma"], [{}], "no instruction 'punctuation:no_coma'; did you mean 'punctuation:no_comma'"),
         (["keywords:existence"], [{}], "'keywords:existence' with {}: .*keywords"),
-        (["keywords:existence"], [{"keywords": 5}], "'keywords:existence' with"),
+        (["keywords:existence"], [{"keywords": "sea"}], "'keywords:existence' with .* a list of words"),
+        (["punctuation:no_comma"], ["x"], "'kwargs' of instruction 'punctuation:no_comma' must be an object"),
         (
             ["length_constraints:number_words"],
             [{"num_words": 2, "relation": "around"}],
@@ -113,7 +116,25 @@ def test_a_row_with_wrong_instructions_is_not_graded(names: Any, settings: Any, 
         Instructions()("some text", names, settings)
 
 
-def test_a_language_needs_its_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "langdetect", None)
+def test_rows_are_checked_before_a_run(monkeypatch: pytest.MonkeyPatch):
+    grade = Instructions()
+    grade.check_ids([["punctuation:no_comma"], json.dumps(["startend:quotation"]), None])
+    with pytest.raises(UserError, match="has 'no_coma', which is not an instruction"):
+        grade.check_ids([["punctuation:no_comma"], ["no_coma"]])
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    monkeypatch.setattr(instructions, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install langdetect"):
+        grade.check_ids([["language:response_language"]])
     with pytest.raises(SampleError, match="pip install langdetect"):
-        Instructions()("text", ["language:response_language"], [{"language": "en"}])
+        grade("text", ["language:response_language"], [{"language": "en"}])
+
+
+@pytest.mark.parametrize(
+    "piece", ["!", ".", "Dr. ", "\n", "<", "*", "[", "-\n", "```json\n", "a ", "SECTION 1 "]
+)
+def test_long_responses_are_checked(piece: str):
+    """With a check of quadratic or cubic time, this would take minutes."""
+    text = (piece * 100_000)[:100_000] + "a"
+    for name, (settings, *_) in CASES.items():
+        if not name.startswith("language"):
+            assert Instructions()(text, [name], [settings]) in (0.0, 1.0)

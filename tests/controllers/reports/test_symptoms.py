@@ -209,6 +209,15 @@ def test_a_filter_that_compares_shaped_rewards_is_reported():
     assert said_of((right, centred_form), "reward") == [], "none of them is known to be the outcome"
 
 
+def test_an_evaluation_may_be_greedy():
+    @graph
+    def greedy(prompts: Any, *, rollout: Any, reward: Any) -> Any:
+        return reward.score(rollout.generate(prompts, n=1, sampling=Sampling(temperature=0)))
+
+    made = greedy(prompts(8), **{name: recorded().handles[name] for name in ("rollout", "reward")})
+    assert mistakes(made, made.handles) == []
+
+
 def centred_form(response: str) -> float:
     return len(response) / 8
 

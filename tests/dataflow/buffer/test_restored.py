@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,19 @@ def test_a_run_can_be_looked_into_without_its_graphs(tmp_path: Path):
     )
     driver = Driver(SampleBuffer.recover(folder, check=fine), random.Random(1), [0.0], "looking")
     assert state_of(driver.buffer).count('"lease"') == 0
+
+
+def test_a_later_version_of_a_node_may_read_more_optional_columns(tmp_path: Path):
+    folder = tmp_path / "run"
+    broken_run(folder)
+    graph = GRAPHS["train"]
+    *others, node = graph.nodes
+    operation = replace(node.operation, may_read=(*node.operation.may_read, "extra"))
+    writers = {**node.writers, "extra": others[0].name}
+    later = replace(node, operation=operation, reads=(*node.reads, "extra"), writers=writers)
+    graphs = GRAPHS | {"train": replace(graph, nodes=(*others, later))}
+    restored = SampleBuffer.recover(folder, graphs, check=fine)
+    assert "extra" in restored.ledgers["train"].graph.nodes[-1].reads
 
 
 def test_the_graphs_must_be_those_of_the_run(tmp_path: Path):

@@ -100,10 +100,18 @@ def test_tasks_of_mbpp_show_their_tests(column: str, qwen: Path) -> None:
         "code": "add = sum",
         "test_list": ["assert add(1) == 1", "assert add(2) == 2"],
     }
-    prompts = Prompts.from_rows([row, {**row, "test_list": []}], qwen, chat=False)
+    wanted = "Add.\n\nassert add(1) == 1\nassert add(2) == 2"
+    others = [
+        {**row, "test_list": []},
+        {**row, "test_list": ["assert a", None]},
+        {**row, column: wanted},
+    ]
+    prompts = Prompts.from_rows([row, *others], qwen, chat=False)
     shown = prompts.table["prompt"].to_pylist()
-    assert shown == ["Add.\n\nassert add(1) == 1\nassert add(2) == 2", "Add."]
+    assert shown == [wanted, "Add.", "Add.\n\nassert a", wanted]
     assert prompts.table["test_list"].to_pylist()[0] == row["test_list"]
+    objects = {"prompt": "Add.", "code": "", "test_list": [{"input": "1", "output": "1"}]}
+    assert Prompts.from_rows([objects], qwen).format == "TRL prompt-only"
 
 
 def test_every_example_row_of_the_documentation_loads(qwen: Path) -> None:
