@@ -20,7 +20,6 @@ from ..dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_MASK,
     REWARD,
-    TURN_REWARDS,
 )
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch

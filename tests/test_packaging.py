@@ -141,7 +141,7 @@ def test_a_lock_satisfies_pyproject_with_the_extras_that_the_documentation_uses(
 ):
     extras = PYPROJECT["project"]["optional-dependencies"]
     trackers = {"mlflow", "tensorboard", "trackio", "wandb"}
-    others = {"cpu", "cuda", "datasets", "dev", "inspect", "jobs", "reasoning-gym", "torchao"}
+    others = {"cpu", "cuda", "datasets", "dev", "ifeval", "inspect", "jobs", "reasoning-gym", "torchao"}
     assert set(extras) == others | trackers
     needed = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["build-system"]["requires"]]
     needed += [need for extra in (*own, *DOCUMENTED) for need in extras[extra]]

@@ -165,7 +165,7 @@ MISTAKES = (
     (_greedy, "there is nothing to compare. Try Sampling(temperature=1)"),
     (
         _hidden_outcomes,
-        "shaping terms differ within most groups, so groups of equal outcomes pass the filter, and the run trains on the shaping terms. Try "
+        "shaping terms differ within most groups, so groups of equal outcomes pass the filter, and only the shape is trained. Try "
         "drop_zero_variance(samples, by=...) with the column of the outcome",
     ),
     (

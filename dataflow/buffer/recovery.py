@@ -472,7 +472,7 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
     # Convert through JSON: the outline in the log has lists instead of tuples.
     now = json.loads(json.dumps(graphs[name].outline()))
-    first, second = _required_parts(now), _required_parts(outline)
+    first, second = _required_parts(now, outline), _required_parts(outline, now)
     if first != second:
         earlier, nodes = {n["name"] for n in outline["nodes"]}, first["nodes"]
         changed = [n["name"] for n in nodes if n["name"] not in earlier] or [
@@ -484,17 +484,22 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
     return graphs[name]
 
 
-def _required_parts(outline: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an outline without optional columns. A later version of Weft may read more of them, and
-    must still resume the run."""
+def _required_parts(outline: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an outline without optional columns, to compare it with another one. A later version of
+    Weft may read more of them, and must still resume the run."""
+    optional = {
+        (node["name"], writer)
+        for node in (*outline["nodes"], *other["nodes"])
+        for column, writer in node["writers"].items()
+        if column not in node["operation"]["reads"]
+    }
     nodes: list[dict[str, Any]] = []
     for node in outline["nodes"]:
         operation = {name: value for name, value in node["operation"].items() if name != "may_read"}
         required = {
             name: writer for name, writer in node["writers"].items() if name in operation["reads"]
         }
-        optional = {*node["writers"].values()} - {*required.values()}
-        after = sorted(name for name in node["after"] if name not in optional)
+        after = sorted(name for name in node["after"] if (node["name"], name) not in optional)
         nodes.append(
             node
             | {"operation": operation, "reads": sorted(required), "writers": required, "after": after}

@@ -552,7 +552,7 @@ def test_unknown_methods_and_arguments_are_answered_with_the_nearest():
     text = mistake(lambda p, rollout: rollout.genrate(p), rollout=rollout())
     assert text == "RolloutWorker has no node 'genrate'; did you mean 'generate'?"
     text = mistake(lambda p, reward: reward.logprobs(p), reward=reward())
-    assert text == "RewardWorker has no node 'logprobs'; it has score"
+    assert text == "RewardWorker has no node 'logprobs'; it has final_answers, score"
     text = mistake(lambda p, rollout: rollout.generate(p, smapling=None), rollout=rollout())
     assert (
         text
