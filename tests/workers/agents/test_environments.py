@@ -157,6 +157,7 @@ def test_an_episode_that_has_ended_keeps_its_result_if_the_simulator_fails_later
             rank = served.rank(lambda prompt: "go")
             # The environments seldom take the first episode before the second has come. Each then
             # needs one turn.
+            before = 0
             for first in range(1, 100, 2):
                 before = len(rank.engine.requests)
                 rank.open(first, first + 1, plan=PLAN)
