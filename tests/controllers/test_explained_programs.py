@@ -22,9 +22,10 @@ FILES = {
     "pairs": ROWS,
     "answered": [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS],
 }
-DATA: dict[str, str] = dict.fromkeys(("sft", "kto", "bco"), "answered") | dict.fromkeys(
-    ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
-)
+DATA: dict[str, str] = {
+    **dict.fromkeys(("sft", "kto", "bco"), "answered"),
+    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"),
+}
 TRAIN = 'steps=1, prompts_per_step=4, max_tokens=4, name="run", progress=False'
 
 

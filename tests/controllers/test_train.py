@@ -43,9 +43,10 @@ ROWS = [
 ]
 PROMPTS = [{"prompt": row["prompt"]} for row in ROWS]
 ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS]
-DATA: dict[str, str] = dict.fromkeys(("sft", "kto", "bco"), "answered") | dict.fromkeys(
-    ("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"
-)
+DATA: dict[str, str] = {
+    **dict.fromkeys(("sft", "kto", "bco"), "answered"),
+    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"),
+}
 """Method -> file to try it on. The other methods take prompts."""
 SAME = (
     "seed",
