@@ -187,7 +187,7 @@ def reference_point(rows: Batch) -> Batch:
 )
 def midpoint(rows: Batch) -> Batch:
     """BCO's reward shift (arXiv:2404.04656) in nats: halfway between the mean log-ratio to the
-    reference of good responses and that of bad ones; with one kind only, its mean. Rows without a
+    reference of good and of bad responses; with one kind only, its mean. Rows without a
     trained token do not count. It is equal in all rows of this call.
 
     >>> columns = {"policy_logprobs": [[-1.0, -1.0], [-3.0]], "reference_logprobs": [[-2.0, -3.0], [-2.0]]}
@@ -297,8 +297,8 @@ def bco(
     """BCO (arXiv:2404.04656) on the data of `kto`. Before each update, the actor's log-probabilities
     give the point that separates good responses from bad ones.
 
-    The paper averages this point over steps; here, it is that of the current weights and the rows of
-    the step, so a resumed run continues exactly. If the schedule runs nodes on parts of a step, each
+    The paper averages this point over steps. Here, it depends only on the current weights and the
+    rows of the step, so a resumed run continues exactly. If the schedule runs nodes on parts of a step, each
     part has its own.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)

@@ -481,7 +481,7 @@ class ClassifierLoss(DesirabilityLoss):
     """BCO's loss (binary classifier optimization, arXiv:2404.04656), the mean over responses.
 
     l = -w_D log sigmoid(beta (s - d)) for a good response, and -w_U log sigmoid(beta (d - s)) for a
-    bad one: the log-ratio classifies responses. d, the column `reference_point` [nats], lies halfway
+    bad one: the log-ratio classifies responses. d, the column `reference_point` [nats], is halfway
     between the mean log-ratios of good and of bad responses. The graph `bco` computes it.
 
     >>> columns = {"preferred": [1, 0], "reference_logprobs": [-2.0, -2.0], "reference_point": [0.5, 0.5]}

@@ -85,10 +85,10 @@ def _parsed(value: Any) -> Any:
 
 def _follows(text: str, name: str, settings: Mapping[str, Any] | None) -> bool:
     if name not in CHECKS:
-        raise SampleError(f"there is no instruction {name!r}{nearest(str(name), CHECKS)}")
+        raise SampleError(f"unknown instruction {name!r}{nearest(str(name), CHECKS)}")
     if settings is not None and not isinstance(settings, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SampleError(f"'kwargs' of instruction {name!r} must be an object, not {settings!r}")
-    # A table of all rows' parameters has nulls for those of other instructions.
+    # In a table, each row has the parameters of all instructions, most of them null.
     given = {key: value for key, value in (settings or {}).items() if value is not None}
     if not text:
         return False
@@ -268,4 +268,4 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda text: "," not in text,
 }
-"""Maps each instruction to its check: of the text, and of the instruction's parameters in `kwargs`."""
+"""Maps each instruction to its check, a function of the text and the parameters in `kwargs`."""

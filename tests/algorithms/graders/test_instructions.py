@@ -97,7 +97,7 @@ def test_all_instructions_of_a_row_must_be_followed():
 @pytest.mark.parametrize(
     ("names", "settings", "message"),
     [
-        (["punctuation:no_coma"], [{}], "no instruction 'punctuation:no_coma'; did you mean 'punctuation:no_comma'"),
+        (["punctuation:no_coma"], [{}], "unknown instruction 'punctuation:no_coma'; did you mean 'punctuation:no_comma'"),
         (["keywords:existence"], [{}], "'keywords:existence' with {}: .*keywords"),
         (["keywords:existence"], [{"keywords": "sea"}], "'keywords:existence' with .* a list of words"),
         (["punctuation:no_comma"], ["x"], "'kwargs' of instruction 'punctuation:no_comma' must be an object"),
