@@ -20,6 +20,7 @@ from ..dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_MASK,
     REWARD,
+    SHAPED_REWARD,
 )
 from ..dataflow.errors import UserError, nearest
 from ..dataflow.lazy import torch
@@ -296,7 +297,7 @@ def groups_without_signal(
     """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
     estimator reads other columns: equal rewards then do not imply advantages of 0.
 
-    If `reward` is a shaped reward, also measure `signal_of_shaping`: of the groups whose shaped
+    If `reward` is `shaped_reward`, also measure `signal_of_shaping`: of the groups whose shaped
     rewards differ, the share with equal rewards before the shaping.
 
     >>> samples = Batch.of(group_id=[7, 8, 7, 8], reward=[1.0, 1.0, 0.0, 1.0])
@@ -307,29 +308,19 @@ def groups_without_signal(
         return {}
     equal = have_equal_rewards(samples, reward)
     metrics: dict[str, Metric] = {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
-    if _is_shaped(reward) and REWARD in samples and _is_of_episodes(samples, str(REWARD)):
+    if reward == str(SHAPED_REWARD) and REWARD in samples and Episodes.of(samples).agree_on(REWARD):
         shaping = have_equal_rewards(samples, str(REWARD))[~equal]
         metrics["signal_of_shaping"] = Mean(float(shaping.sum()), float(len(shaping)))
     return metrics
 
 
-def _is_shaped(reward: str) -> bool:
-    return reward == "shaped_reward"  # the column of `penalize_overlong`
-
-
-def _is_of_episodes(samples: Batch, column: str) -> bool:
-    """Whether the rows of each episode have the same value."""
-    if EPISODE_ID not in samples:
-        return True
-    ids, values = samples.numpy(EPISODE_ID), samples.numpy(column)
-    _, first, index = np.unique(ids, return_index=True, return_inverse=True)
-    return bool((values[first][index] == values).all())
-
-
 @node(
     shape=Shape.GROUP,
     reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
-    may_read=lambda reward: (RESPONSE_MASK, EPISODE_ID, *((REWARD,) if _is_shaped(reward) else ())),
+    may_read=lambda reward: (
+        *(RESPONSE_MASK, EPISODE_ID),
+        *((REWARD,) if reward == str(SHAPED_REWARD) else ()),
+    ),
     writes=lambda into: (into,),
     measure=groups_without_signal,
 )

@@ -63,9 +63,7 @@ class Episodes:
         of_rows = self.samples.numpy(column)
         if of_rows.dtype == object:
             self.samples.tensor(column)  # raises an error that names the column and its type
-        own = np.flatnonzero(self.of_row >= 0)
-        one, other = of_rows[self.first[self.of_row[own]]], of_rows[own]
-        wrong = own[(one != other) & ((one == one) | (other == other))]  # NaN equals NaN
+        wrong = self._differing(of_rows)
         if len(wrong):
             row = int(wrong[0])
             episode = int(self.of_row[row])
@@ -77,6 +75,16 @@ class Episodes:
                 "outcome: let the harness return it, or write the same value to all rows of the episode"
             )
         return of_rows[self.first]
+
+    def agree_on(self, column: object) -> bool:
+        """Return whether the rows of each episode have the same value of a per-row column."""
+        return not len(self._differing(self.samples.numpy(column)))
+
+    def _differing(self, of_rows: np.ndarray) -> np.ndarray:
+        """Return the rows whose value differs from that of the first row of their episode."""
+        own = np.flatnonzero(self.of_row >= 0)
+        one, other = of_rows[self.first[self.of_row[own]]], of_rows[own]
+        return own[(one != other) & ((one == one) | (other == other))]  # NaN equals NaN
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over each episode's rows of `values` [rows], `[episodes]` float64."""

@@ -27,6 +27,7 @@ from ..dataflow.column import (
     MISMATCHED_LOGPROBS,
     MISMATCHED_MASK,
     MISMATCHED_REFERENCE_LOGPROBS,
+    OLD_LOGPROBS,
     PREFERRED,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
@@ -44,13 +45,11 @@ from ..dataflow.metrics import Estimate, Mean, Metrics, Sum
 from ..dataflow.operation import GROUPS, Shape, node
 from ..dataflow.tracing import graph
 from .episodes import Episodes
-from .loss import Loss
+from .loss import Loss, response_rows
+from .policy_loss import old_logprobs
 from .preference_loss import ClassifierLoss, DesirabilityLoss, PreferenceLoss
 from .protocols import Rewarder, Rollout, Scorer, Trainable
 from .sampling import Sampling
-
-POLICY_LOGPROBS = "policy_logprobs"
-"""[L] nats, under the actor before the update."""
 
 
 @node(
@@ -181,24 +180,22 @@ def reference_point(rows: Batch) -> Batch:
 
 
 @node(
-    reads=(PREFERRED, POLICY_LOGPROBS, REFERENCE_LOGPROBS),
+    reads=(PREFERRED, OLD_LOGPROBS, REFERENCE_LOGPROBS),
     may_read=(RESPONSE_MASK,),
     writes=(REFERENCE_POINT,),
 )
 def midpoint(rows: Batch) -> Batch:
     """BCO's reward shift (arXiv:2404.04656) in nats: halfway between the mean log-ratio to the
-    reference of good and of bad responses; with one kind only, its mean. Rows without a
-    trained token do not count. It is equal in all rows of this call.
+    reference of good and of bad responses; with one kind only, its mean. Rows without a trained token
+    do not count. It is equal in all rows of this call.
 
-    >>> columns = {"policy_logprobs": [[-1.0, -1.0], [-3.0]], "reference_logprobs": [[-2.0, -3.0], [-2.0]]}
+    >>> columns = {"old_logprobs": [[-1.0, -1.0], [-3.0]], "reference_logprobs": [[-2.0, -3.0], [-2.0]]}
     >>> midpoint(Batch.of(preferred=[1, 0], **columns))["reference_point"].to_pylist()
     [1.0, 1.0]
     """
-    ratios = _sums(rows, POLICY_LOGPROBS) - _sums(rows, REFERENCE_LOGPROBS)
-    counted, good = np.ones(len(rows), bool), rows.numpy(PREFERRED) > 0
-    if RESPONSE_MASK in rows:
-        mask, cu_seqlens = rows.ragged_numpy(RESPONSE_MASK)
-        counted = np.diff(np.concatenate([[0], np.cumsum(mask != 0)])[cu_seqlens]) > 0
+    ratios = _sums(rows, OLD_LOGPROBS) - _sums(rows, REFERENCE_LOGPROBS)
+    counted = response_rows(rows, OLD_LOGPROBS).counted.numpy()
+    good = rows.numpy(PREFERRED) > 0
     kinds = [ratios[counted & kind] for kind in (good, ~good)]
     means = [float(kind.mean()) for kind in kinds if len(kind)]
     point = sum(means) / len(means) if means else 0.0
@@ -298,12 +295,12 @@ def bco(
     give the point that separates good responses from bad ones.
 
     The paper averages this point over steps. Here, it depends only on the current weights and the
-    rows of the step, so a resumed run continues exactly. If the schedule runs nodes on parts of a step, each
-    part has its own.
+    rows of the step, so a resumed run continues exactly. If the schedule runs nodes on parts of a
+    step, each part has its own.
     """
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
-    rows = actor.logprobs(rows, into=POLICY_LOGPROBS)
+    rows = old_logprobs(rows, actor=actor)
     return actor.update(midpoint(rows), loss=loss)
 
 
@@ -311,11 +308,11 @@ def bco(
 def preference_accuracy(preferences: Any, *, actor: Scorer, reference: Scorer | None = None) -> Any:
     """Evaluate how often the actor prefers the preferred response: by likelihood, or with a
     reference by implicit reward. Metrics: `preference_accuracy` and `preference_margin` (nats)."""
-    rows = actor.logprobs(pairs(preferences), into=POLICY_LOGPROBS)
+    rows = actor.logprobs(pairs(preferences), into="policy_logprobs")
     if reference is None:
-        return compare(rows, score=POLICY_LOGPROBS)
+        return compare(rows, score="policy_logprobs")
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
-    return compare(rows, score=POLICY_LOGPROBS, against=str(REFERENCE_LOGPROBS))
+    return compare(rows, score="policy_logprobs", against=str(REFERENCE_LOGPROBS))
 
 
 def _two_of_each(preferences: Batch, columns: dict[Column, tuple[Column, Column]]) -> Batch:

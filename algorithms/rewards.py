@@ -13,6 +13,7 @@ from ..dataflow.column import (
     RESPONSE_LOGPROBS,
     RESPONSE_MASK,
     REWARD,
+    SHAPED_REWARD,
     TOKEN_REWARDS,
     TURN_ENDS,
 )
@@ -96,7 +97,7 @@ def penalize_overlong(
     buffer_tokens: int,
     factor: float = 1.0,
     reward: str = str(REWARD),
-    into: str = "shaped_reward",
+    into: str = str(SHAPED_REWARD),
 ) -> Batch:
     """Subtract `factor` times `overlong_penalty` from the rewards. Use it before
     `group_advantages`. With the column `episode_tokens`, it uses the length of the episode.

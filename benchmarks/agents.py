@@ -28,35 +28,18 @@ The last line printed is one JSON object, with null for figures that were not re
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import sys
 from pathlib import Path
 
+from parts import run_parts
+
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "agents"), str(HERE)]
+sys.path.append(str(HERE / "agents"))
 FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
 FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied", "kills", "kills_s")
 FIGURES += ("endpoint_overhead", "bare_tokens_per_s", "idle_share", "idle_share_to_the_end")
 PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills", "throughput")}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
-
-def main() -> None:
-    from machine import load
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    figures = dict.fromkeys(FIGURES)
-    for part in parser.parse_args().parts:
-        found = importlib.import_module(PARTS[part]).measure()
-        print(f"{part}: {found}; load {load()}", flush=True)
-        figures |= found
-    print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, FIGURES, PARTS)

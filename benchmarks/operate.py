@@ -1,7 +1,7 @@
 """The command line's speed and clarity, and the accuracy of plans.
 
     python benchmarks/operate.py                  # minutes
-    python benchmarks/operate.py --only help plan
+    python benchmarks/operate.py --parts help plan
 
 | figure | what it is | wanted |
 |---|---|---|
@@ -18,14 +18,13 @@ The last line printed is one JSON object, with null for figures that were not re
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import sys
 from pathlib import Path
 
+from parts import run_parts
+
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "operate"), str(HERE)]
+sys.path.append(str(HERE / "operate"))
 FIGURES = (
     "help_ms", "bad_settings_clear", "bad_settings_max_s", "plan_memory_error", "plan_resident_error", "submit_overhead_s",
     "tracker_overhead_share",
@@ -40,21 +39,5 @@ PARTS = {
 }
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
-
-def main() -> None:
-    from machine import load
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    figures = dict.fromkeys(FIGURES)
-    for part in parser.parse_args().only:
-        found = importlib.import_module(PARTS[part]).measure()
-        print(f"{part}: {found}; load {load()}", flush=True)
-        figures |= found
-    print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, FIGURES, PARTS)

@@ -13,33 +13,16 @@ The last line printed is one JSON object, with null for figures that were not re
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import sys
 from pathlib import Path
 
+from parts import run_parts
+
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "rollouts"), str(HERE)]
+sys.path.append(str(HERE / "rollouts"))
 FIGURES = ("distillation_gap", "distillation_gap_top_4", "distillation_gap_before")
 PARTS = {"distillation": "distilled"}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
-
-def main() -> None:
-    from machine import load
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    figures = dict.fromkeys(FIGURES)
-    for part in parser.parse_args().parts:
-        found = importlib.import_module(PARTS[part]).measure()
-        print(f"{part}: {found}; load {load()}", flush=True)
-        figures |= found
-    print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, FIGURES, PARTS)

@@ -87,7 +87,7 @@ def evaluate_model(
         model: Folder or Hugging Face id.
         suites: Maps names to suites, or the names gsm8k, math, aime, ifeval, humaneval and mbpp to
             their data.
-        n, temperature: Replace those of every suite.
+        n, temperature: Override the values of every suite.
         max_tokens: [tokens] Maximum length of a response.
         limit: [rows] Use only the first rows of each suite.
         name, root, seed, progress: See `Driver`.
@@ -108,8 +108,8 @@ def evaluate_model(
     for each, given in suites.items():
         suite = _suite(each, given)
         number = suite.n if n is None else n
-        heat = suite.temperature if temperature is None else temperature
-        if number > 1 and heat == 0:
+        each_temperature = suite.temperature if temperature is None else temperature
+        if number > 1 and each_temperature == 0:
             raise UserError(
                 f"suite {each!r} with n={number} and temperature=0: all responses to a prompt would be equal; "
                 "give a temperature above 0, such as 0.6, or n=1"
@@ -124,7 +124,7 @@ def evaluate_model(
             prompts = Prompts.read(data, model, **reading)
         reward = group(RewardWorker, name=f"{each}_reward", function=suite.rewards, tokenizer=model)
         ks = suite.k if n is None else [k for k in suite.k if k <= n]
-        sampling = Sampling(max_tokens=max_tokens, temperature=heat)
+        sampling = Sampling(max_tokens=max_tokens, temperature=each_temperature)
         graph = evaluate(prompts, rollout=rollout, reward=reward, sampling=sampling, n=number, k=ks)
         evaluations.append(Evaluation(graph, every=0, name=each, at_end=False))
     with Driver(
@@ -148,6 +148,6 @@ def _suite(name: str, given: Data | Suite) -> Suite:
     if name not in NAMED:
         hint = nearest(name, NAMED) or f"; known suites are {', '.join(NAMED)}"
         raise UserError(
-            f"there is no suite {name!r}{hint}; for your own rows, give weft.Suite(data, rewards)"
+            f"unknown suite {name!r}{hint}; for your own rows, give weft.Suite(data, rewards)"
         )
     return NAMED[name](given)

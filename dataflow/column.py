@@ -111,6 +111,9 @@ FINISH_REASON = Column(
 
 # Inputs of training.
 REWARD = Column("reward", float32, "scalar reward of the complete response")
+SHAPED_REWARD = Column(
+    "shaped_reward", float32, "reward with penalties, such as that for long responses"
+)
 LARGEST_REWARD = 3.4028234663852886e38
 """Largest reward that float32 columns can hold."""
 REWARD_PARTS = Column("reward_parts", string, "JSON object: name -> number, the parts of the reward")

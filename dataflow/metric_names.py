@@ -309,7 +309,7 @@ pass@K | 0 to 1 | unbiased estimate of the probability that at least one of K re
 pass@K_low | 0 to 1 | lower end of the 95 % interval of `pass@K`
 pass@K_high | 0 to 1 | upper end of the 95 % interval of `pass@K`
 maj@K | 0 to 1 | probability that the most frequent final answer of K responses is correct, mean over
-    prompts. The grader finds the answers (`Grader.final_answer`) | rises; above `pass@1` | below
+    prompts. The grader finds the answers (`FindsAnswers`) | rises; above `pass@1` | below
     `pass@1`: the policy is confident of a wrong answer to many prompts
 maj@K_low | 0 to 1 | lower end of the 95 % interval of `maj@K`
 maj@K_high | 0 to 1 | upper end of the 95 % interval of `maj@K`

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pydantic
 
-from ..algorithms.graders.grader import Grader
+from ..algorithms.graders.grader import FindsAnswers
 from ..algorithms.graders.instructions import IFEVAL_IDS, Instructions
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
@@ -143,13 +143,11 @@ class RewardConfig(Config):
         return verdicts[0] if len(verdicts) == 1 else None
 
     @property
-    def voting(self) -> Grader | None:
+    def voting(self) -> FindsAnswers | None:
         """The only grader that gives verdicts, if it finds final answers, which can be counted as
         votes."""
         grader = None if self._verdict_reward is None else self._verdict_reward.function
-        if isinstance(grader, Grader) and type(grader).final_answer is not Grader.final_answer:
-            return grader
-        return None
+        return grader if isinstance(grader, FindsAnswers) else None
 
     @property
     def notes(self) -> tuple[str, ...]:

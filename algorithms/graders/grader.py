@@ -1,11 +1,11 @@
-"""Grader: base class of graders."""
+"""Grader: base class of graders, and what they share."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ...dataflow.config import Config
 from ...dataflow.errors import SampleError
@@ -36,15 +36,34 @@ class Grader(Config):
     is_verdict: ClassVar[bool] = False
     """Whether grades are 1 or 0, so that an evaluation can report pass@k."""
 
-    def final_answer(self, response: str) -> str | None:
-        """Return the final answer of a response, in a form that is equal for equal answers; None if
-        it has none. An evaluation counts votes for it (maj@k) if a subclass defines it."""
-        raise NotImplementedError
-
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         _take_any_answer(cls)
         refusing_rows(cls)
+
+
+@runtime_checkable
+class FindsAnswers(Protocol):
+    """A grader that finds final answers, so that an evaluation can count votes (maj@k)."""
+
+    def final_answer(self, response: str) -> str | None:
+        """Return the final answer of a response, in a form that is equal for equal answers; None if
+        it has none."""
+        ...
+
+
+def from_json(value: Any) -> Any:
+    """Return the value of JSON text; other values, and text that is not JSON, stay as they are.
+
+    >>> from_json("[1]"), from_json("a"), from_json(None)
+    ([1], 'a', None)
+    """
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _take_any_answer(cls: type[Grader]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ...dataflow.errors import SampleError, UserError, nearest
 from .extraction import without_reasoning
-from .grader import Grader
+from .grader import Grader, from_json
 
 _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "at least": operator.ge,
@@ -45,7 +45,7 @@ class Instructions(Grader):
     def check_ids(self, rows: Iterable[Any]) -> None:
         """Check the instructions of all rows before a run. Raises a UserError for an unknown instruction,
         or if `langdetect` is needed and missing."""
-        names = {name for ids in map(_parsed, rows) if isinstance(ids, list | tuple) for name in ids}
+        names = {name for ids in map(from_json, rows) if isinstance(ids, list | tuple) for name in ids}
         if unknown := sorted(map(str, names - CHECKS.keys())):
             raise UserError(
                 f"'instruction_id_list' has {unknown[0]!r}, which is not an instruction{nearest(unknown[0], CHECKS)}"
@@ -63,24 +63,15 @@ class Instructions(Grader):
         0.0
         """
         text = without_reasoning(response).strip()
-        ids, settings = _parsed(instruction_id_list), _parsed(kwargs)
+        ids, settings = from_json(instruction_id_list), from_json(kwargs)
         if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
             raise SampleError(f"'instruction_id_list' must be a list of instructions, not {ids!r}")
         settings = [{}] * len(ids) if settings is None else settings
         if not isinstance(settings, Sequence) or len(settings) != len(ids):
             raise SampleError(f"'kwargs' must be a list of {len(ids)} objects, one per instruction")
         # Check all, so that a wrong instruction is found whatever the response is.
-        followed = [_follows(text, *each) for each in zip(ids, map(_parsed, settings), strict=True)]
+        followed = [_follows(text, *each) for each in zip(ids, map(from_json, settings), strict=True)]
         return float(all(followed))
-
-
-def _parsed(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _follows(text: str, name: str, settings: Mapping[str, Any] | None) -> bool:

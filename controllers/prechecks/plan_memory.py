@@ -34,7 +34,7 @@ from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 #
 # Measured: `resident_bytes` of each group in runs of the examples (docs/metrics.md), minus the
 # memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers 5.19, vLLM
-# 0.32, Ray 2.60; `benchmarks/operate.py --only plan` repeats the comparison. Each process counts
+# 0.32, Ray 2.60; `benchmarks/operate.py --parts plan` repeats the comparison. Each process counts
 # mapped files, mostly libraries, that it shares with others. The figures for GPUs are estimates.
 
 TRAINING = 600 * MIB

@@ -485,8 +485,8 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
 
 
 def _required_parts(outline: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an outline without optional columns, to compare it with another one. A later version of
-    Weft may read more of them, and must still resume the run."""
+    """Return an outline without optional columns, for a comparison with `other`. A later version of
+    Weft may read more optional columns, and must still resume the run."""
     optional = {
         (node["name"], writer)
         for node in (*outline["nodes"], *other["nodes"])

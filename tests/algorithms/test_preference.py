@@ -164,7 +164,7 @@ def test_mismatched_responses_are_of_other_groups_of_any_size(seed: int):
 def test_the_midpoint_lies_between_the_means_of_good_and_bad_responses():
     rows = Batch.of(
         preferred=[1, 1, 0, 0],
-        policy_logprobs=[[-1.0, -9.0], [-2.0], [-4.0], [-5.0, -5.0]],
+        old_logprobs=[[-1.0, -9.0], [-2.0], [-4.0], [-5.0, -5.0]],
         reference_logprobs=[[-3.0, -1.0], [-6.0], [-3.0], [-1.0, -1.0]],
         response_mask=[[1, 0], [1], [1], [0, 0]],
     )

@@ -115,7 +115,7 @@ def test_each_named_suite_is_tried():
     ("suites", "settings", "message"),
     [
         ({}, {}, "needs a suite"),
-        ({"gsm8": SUMS}, {}, "no suite 'gsm8'; did you mean 'gsm8k'"),
+        ({"gsm8": SUMS}, {}, "unknown suite 'gsm8'; did you mean 'gsm8k'"),
         ({"mine": SUMS}, {}, "known suites are gsm8k, math, .*; for your own rows, give weft.Suite"),
         ({"gsm8k": SUMS}, {"n": 4}, "suite 'gsm8k' with n=4 and temperature=0"),
         ({"gsm8k": SUMS}, {"n": 0}, "n=0"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.graders.extraction import without_reasoning
-from ...algorithms.graders.grader import Grader
+from ...algorithms.graders.grader import Grader, from_json
 from ...dataflow.errors import NoSandboxError, SampleError
 from ..sandbox import Limits, Result, Sandbox
 
@@ -79,7 +79,7 @@ class Code(Grader):
         """
         row = {"tests": tests, "test": test, "entry_point": entry_point, "test_list": test_list}
         row |= {"test_setup_code": test_setup_code, "test_imports": test_imports}
-        found = _tests_of(row if any(v is not None for v in row.values()) else _parsed(answer))
+        found = _tests_of(row if any(v is not None for v in row.values()) else from_json(answer))
         code = last_code(response)
         if found.entry_point and prompt:
             start = _beginning(prompt)
@@ -169,7 +169,7 @@ def _tests_of(row: Any) -> _Tests:
     if not isinstance(row, Mapping):
         return _read(row)
     if row.get("test_list") is not None:
-        statements, imports = _parsed(row["test_list"]), _parsed(row.get("test_imports"))
+        statements, imports = from_json(row["test_list"]), from_json(row.get("test_imports"))
         if not statements or not isinstance(statements, list | tuple | str):
             raise SampleError(f"'test_list' must be a list of asserts, not {_short(statements)}")
         setup = [row.get("test_setup_code") or "", *_texts(imports or [])]
@@ -186,7 +186,7 @@ def _tests_of(row: Any) -> _Tests:
 
 def _read(value: Any) -> _Tests:
     """Return tests from the value of a column `tests`."""
-    parsed = _parsed(value)
+    parsed = from_json(value)
     if isinstance(parsed, str) and re.search(r"^\s*(async )?def test", parsed, re.MULTILINE):
         return _Tests("pytest", files={"test_solution.py": parsed})
     if isinstance(parsed, Mapping):
@@ -223,16 +223,6 @@ def _read(value: Any) -> _Tests:
         f"no tests in {_short(value)}; Code reads inputs with outputs, pytest files, HumanEval's 'test' with "
         "'entry_point', and MBPP's 'test_list' (docs/rewards.md)"
     )
-
-
-def _parsed(value: Any) -> Any:
-    """Return the value of JSON text; other values, and text that is not JSON, stay as they are."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _texts(values: Any) -> list[str]:

@@ -256,7 +256,7 @@ class Scoring:
         return done
 
     def take_metrics(self, finished: int) -> dict[str, Mean]:
-        """Return the metrics since the last call: those that functions logged and, if a function is
+        """Return the metrics since the last call: values that functions logged and, if a function is
         asynchronous, the share of attempts that failed.
 
         Args:
