@@ -1,4 +1,4 @@
-"""Grader: base class of graders, and what they share."""
+"""Grader: base class of graders, and helpers that they share."""
 
 from __future__ import annotations
 
