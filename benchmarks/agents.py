@@ -17,6 +17,7 @@
 | `kills_s` | seconds of these runs | none |
 | `endpoint_overhead` | tokens/s of the bare engine over the gateway's with 64 sessions, median of 5 | at most 1.1 |
 | `bare_tokens_per_s` | tokens per second of the bare engine, median of 5 | none |
+| `beside_verifiers` | turns/s of verifiers' own training client over those through the chat API, median of 5 | at most 1.0 |
 | `idle_share` | share of time without a request in the engine, with slow tools in 64 sessions that are all in use | at most 0.15 |
 | `idle_share_to_the_end` | the same until the last episode ends | none |
 
@@ -38,7 +39,9 @@ sys.path.append(str(HERE / "agents"))
 FIGURES = ("exact", "retokenised", "max_logprob_gap", "pitfalls")
 FIGURES += ("contained", "sandbox_start_ms", "sandbox_run_ms", "embodied", "kills", "kills_s")
 FIGURES += ("endpoint_overhead", "bare_tokens_per_s", "idle_share", "idle_share_to_the_end")
-PARTS = {name: name for name in ("exact", "pitfalls", "contained", "embodied", "kills", "throughput")}
+FIGURES += ("beside_verifiers",)
+NAMES = ("exact", "pitfalls", "contained", "embodied", "kills", "throughput", "beside_verifiers")
+PARTS = {name: name for name in NAMES}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 - `endpoint_overhead`: 64 agents make turns through the gateway. Then the bare engine samples the same
   turns: the same tokens between them, the same numbers of sampled tokens, and the same sampling. It
-  starts the next turn of a session at once, without a harness.
+  starts the next turn of a session at once, without a harness. Both are timed from the first request,
+  so a harness's start, which a run pays once, does not count.
 - `idle_share`: 160 episodes share 64 sessions, and call a tool after each turn. Its time is
   log-normal. The figure is the share of time without any request while all sessions are in use, from
   the first turn until 64 episodes are left, as in a run whose next episodes follow at once.
@@ -33,7 +34,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 SESSIONS = 64
-TURNS = 4
+TURNS = 8
 TURN_TOKENS = (32, 96)
 """[tokens] Smallest and largest length of a turn."""
 ROUNDS = 5
@@ -93,6 +94,11 @@ class Watched:
         """Measure from the next request."""
         self._began_s = self._last_s = self._idle_s = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first request."""
+        return time.perf_counter() - self._began_s
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
@@ -112,8 +118,7 @@ class Watched:
     @property
     def idle_share(self) -> float:
         """Share of the time from the first request until now, without a request at the end."""
-        now_s = time.perf_counter()
-        return (self._idle_s + now_s - self._last_s) / (now_s - self._began_s)
+        return (self._idle_s + time.perf_counter() - self._last_s) / self.seconds
 
 
 class Setting:
@@ -121,7 +126,7 @@ class Setting:
 
     def __init__(self, folder: Path, engine: str = "vllm") -> None:
         cores = sorted(os.sched_getaffinity(0))
-        self.cores, others = cores[: (len(cores) + 1) // 2], cores[len(cores) // 2 :]
+        self.cores, self.others = cores[: (len(cores) + 1) // 2], cores[len(cores) // 2 :]
         os.sched_setaffinity(0, self.cores)  # before torch counts them
         sys.path.append(str(EXAMPLES))
         import tiny_qwen3  # pyright: ignore[reportMissingImports]
@@ -133,7 +138,7 @@ class Setting:
         self.model = str(folder / "model")
         tiny_qwen3.make_model(folder / "model", ["number go on"])
         _enlarge(folder / "model")
-        os.sched_setaffinity(0, others)  # the gateway inherits it, and its harnesses
+        os.sched_setaffinity(0, self.others)  # the gateway inherits it, and its harnesses
         self.gateway = GatewayProcess(folder)
         os.sched_setaffinity(0, self.cores)
         config = RolloutConfig(
@@ -166,7 +171,7 @@ class Setting:
             request = GenerationRequest(session, prompts[session])
             sessions[self.engine.submit(request, sampling)] = session
 
-        started_s = time.perf_counter()
+        self.engine.watch()
         for session in range(len(scripts)):
             submit(session)
         while sessions:
@@ -177,7 +182,7 @@ class Setting:
                     given = scripts[session].given[turns[session]]
                     prompts[session] = np.concatenate([prompts[session], response.token_ids, given])
                     submit(session)
-        return sum(sum(script.tokens) for script in scripts) / (time.perf_counter() - started_s)
+        return sum(sum(script.tokens) for script in scripts) / self.engine.seconds
 
     def run(self, rows: Sequence[dict[str, Any]], harness: Any, max_tokens: int) -> Iterator[Any]:
         """Run an episode of each row. Yield rows and metrics of `RolloutWorker.run`."""
@@ -202,14 +207,13 @@ class Setting:
 
         harness = Function(function=talk, concurrency=SESSIONS, deadline_s=DEADLINE_S)
         self.engine.watch()
-        started_s = time.perf_counter()
         scripts: list[Script] = []
         in_use = 0.0
         for children, _ in self.run(rows, harness, TURN_TOKENS[1]):
             if len(scripts) <= len(rows) - SESSIONS:
                 in_use = self.engine.idle_share
             scripts += _scripts(children.rows)
-        seconds, idle = time.perf_counter() - started_s, (in_use, self.engine.idle_share)
+        seconds, idle = self.engine.seconds, (in_use, self.engine.idle_share)
         assert sum(len(one.tokens) for one in scripts) == sum(len(row["tokens"]) for row in rows)
         return sum(sum(script.tokens) for script in scripts) / seconds, idle, scripts
 

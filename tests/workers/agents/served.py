@@ -20,6 +20,7 @@ from weft.workers.agents.failures import EpisodeFailure, HarnessRaised
 from weft.workers.agents.gateway import Gateway
 from weft.workers.agents.harness import Function, HarnessPlan
 from weft.workers.agents.link import Ended, EpisodeRequest, Hello, Link, Open
+from weft.workers.agents.live_episodes import LiveEpisodes
 from weft.workers.agents.runner import result_of
 from weft.workers.agents.serving import EpisodeServer
 from weft.workers.rendezvous import GatewayAddress
@@ -71,7 +72,7 @@ class Served:
         self.function: Run
         self.tmp_path = tmp_path
         self.address: GatewayAddress
-        self.gateway: Gateway
+        self.episodes: LiveEpisodes
         self.ranks: list[Rank] = []
 
     def _load(self, *names: str) -> Any:
@@ -92,7 +93,7 @@ class Served:
         socket = config.bind_socket()
         port = socket.getsockname()[1]
         base = f"http://127.0.0.1:{port}"
-        gateway = self.gateway = Gateway(
+        episodes = self.episodes = LiveEpisodes(
             "secret",
             base,
             self.tmp_path,
@@ -102,7 +103,7 @@ class Served:
             load=self._load,
             start=self._start,
         )
-        config.app = gateway.app()
+        config.app = Gateway(episodes).app()
         self.address = GatewayAddress("127.0.0.1", port, "secret")
         serving = asyncio.create_task(server.serve(sockets=[socket]))
         try:
@@ -110,7 +111,7 @@ class Served:
         finally:
             for rank in self.ranks:
                 await asyncio.to_thread(rank.close)
-            await gateway.close()  # ends unfinished episodes; the server would wait for their requests
+            await episodes.close()  # ends unfinished episodes; the server would wait for their requests
             server.should_exit = True
             await serving
 

@@ -177,10 +177,10 @@ def test_a_machine_that_cannot_start_a_harness_once_may_later(tmp_path: Path):
         start = served._start
 
         async def fail(*_: Any) -> Any:
-            served.gateway._start = start
+            served.episodes._start = start
             raise OSError("Too many open files")
 
-        served.gateway._start = fail
+        served.episodes._start = fail
         rank = served.rank(lambda prompt: "b")
         rank.open(1)
         first = await rank.outcome(1)

@@ -298,9 +298,9 @@ def test_an_episode_that_is_given_up_before_it_begins_holds_up_no_other(waits_fo
     async def main(served: Served) -> None:
         getattr(served, waits_for).clear()
         rank = served.rank(lambda prompt: "x")
-        episodes = served.gateway._episodes
+        episodes = served.episodes._episodes
         rank.open(1, 2)
-        begun = served.gateway._runners if waits_for == "may_start" else served.gateway._renderers
+        begun = served.episodes._runners if waits_for == "may_start" else served.episodes._renderers
         while len(episodes) < 2 or not begun:
             await asyncio.sleep(0.001)
         rank.give_up(1)
