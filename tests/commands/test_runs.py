@@ -7,6 +7,7 @@ import pytest
 from recorded_runs import driver
 
 from weft.__main__ import main
+from weft.controllers.reports.step_line import clock
 from weft.dataflow.runs.facts import facts_of
 
 
@@ -14,7 +15,8 @@ def test_runs_lists_each_run_with_its_state(done: Path, capsys: pytest.CaptureFi
     assert main(["runs"]) == 0
     header, one, two = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header == ["run", "status", "step", "time", "reward", "loss", "trouble"]
-    assert one[:5] == ["one", "done", "3/3", "0:00", "1.5"] and two[0] == "two"
+    took = clock(facts_of(done / "one").last["time_s"])
+    assert one[:5] == ["one", "done", "3/3", took, "1.5"] and two[0] == "two"
     assert main(["runs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["runs"]
     assert [(run["run"], run["status"], run["step"], run["steps"]) for run in found] == [
