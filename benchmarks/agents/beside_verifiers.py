@@ -6,7 +6,8 @@
 Both clients are the real ones, in one process for all sessions as in verifiers' interception server
 (`verifiers_clients.py`), and share the engine, its rank, the gateway, and the lengths of turns. The
 training client renders messages itself and sends token ids; the other one sends messages, which the
-gateway renders.
+gateway renders. The model samples random tokens, and verifiers' client tokenises some turns again,
+because their text does not keep all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from throughput import DEADLINE_S, SESSIONS, TURN_TOKENS, Setting, episodes, in_a_process
+from throughput import DEADLINE_S, SESSIONS, Setting, episodes, in_a_process
 
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-verifiers" / "bin" / "python"
@@ -52,7 +53,7 @@ def turns_per_s(setting: Setting, client: str, rows: list[dict[str, Any]]) -> fl
         result: list[float] = []
         made = threading.Thread(target=lambda: result.append(_made(setting, client, rows, Path(folder))))
         made.start()
-        for _ in setting.run(rows, harness, TURN_TOKENS[1]):
+        for _ in setting.run(rows, harness, exact=client == "eval"):
             pass
         made.join()
     return result[0]

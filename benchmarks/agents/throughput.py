@@ -184,8 +184,9 @@ class Setting:
                     submit(session)
         return sum(sum(script.tokens) for script in scripts) / self.engine.seconds
 
-    def run(self, rows: Sequence[dict[str, Any]], harness: Any, max_tokens: int) -> Iterator[Any]:
-        """Run an episode of each row. Yield rows and metrics of `RolloutWorker.run`."""
+    def run(self, rows: Sequence[dict[str, Any]], harness: Any, *, exact: bool = True) -> Iterator[Any]:
+        """Run an episode of each row. Yield rows and metrics of `RolloutWorker.run`. With `exact`, no text
+        may be tokenised again."""
         from weft.dataflow.batch import Batch
 
         self._calls += 1
@@ -193,11 +194,14 @@ class Setting:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         prompts = Batch.of(sample_id=ids, group_id=ids, parent_id=ids, **columns)
         by_s = time.perf_counter() + DEADLINE_S
-        with closing(self.worker.run(prompts, harness=harness, sampling=_sampling(max_tokens))) as steps:
+        with closing(
+            self.worker.run(prompts, harness=harness, sampling=_sampling(TURN_TOKENS[1]))
+        ) as steps:
             for made in self.rank.parts_of(steps):
                 assert time.perf_counter() < by_s, "episodes did not end"
-                lost = {name: made[1][name].value for name in ("retokenised", "dropped_episodes")}
-                assert not any(lost.values()), f"{lost}; see the harness's log"
+                lost, again = (made[1][name].value for name in ("dropped_episodes", "retokenised"))
+                assert not lost, f"{lost} episodes were dropped; see the harness's log"
+                assert not (exact and again), f"{again} rows were tokenised again"
                 yield made
 
     def talk(self, rows: Sequence[dict[str, Any]]) -> tuple[float, tuple[float, float], list[Script]]:
@@ -209,7 +213,7 @@ class Setting:
         self.engine.watch()
         scripts: list[Script] = []
         in_use = 0.0
-        for children, _ in self.run(rows, harness, TURN_TOKENS[1]):
+        for children, _ in self.run(rows, harness):
             if len(scripts) <= len(rows) - SESSIONS:
                 in_use = self.engine.idle_share
             scripts += _scripts(children.rows)
