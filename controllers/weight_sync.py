@@ -138,6 +138,11 @@ class WeightSync:
             return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
         return [request]
 
+    def keep_own(self, follower: WorkerGroup) -> None:
+        """Count a follower's own weights, from its model or a checkpoint, as those of its version.
+        It gets only later versions."""
+        self._sent[follower.name] = follower.version
+
     def publish_all(self) -> list[CallRequest]:
         return self._publish_each(e.leader for e in self._edges)
 
