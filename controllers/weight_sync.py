@@ -139,8 +139,8 @@ class WeightSync:
         return [request]
 
     def keep_own(self, follower: WorkerGroup) -> None:
-        """Count a follower's own weights, from its model or a checkpoint, as those of its version.
-        It gets only later versions."""
+        """Send a follower only later versions than its own weights, which come from its model or a
+        checkpoint."""
         self._sent[follower.name] = follower.version
 
     def publish_all(self) -> list[CallRequest]:

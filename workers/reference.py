@@ -149,8 +149,8 @@ class MovingReferenceConfig(ReferenceConfig):
 
 
 class MovingReferenceWorker(ReferenceWorker):
-    """A reference whose weights are a moving average of the policy's (TR-DPO, arXiv:2404.09656). It
-    begins with the weights of its own model:
+    """A reference whose weights are a moving average of the policy's (TR-DPO, arXiv:2404.09656). At
+    first, it has the weights of `model`:
 
         reference = weft.group(weft.MovingReferenceWorker, model="model", mix=0.6)
         reference.follows(actor, every=512)

@@ -1,5 +1,5 @@
-"""A follower with state of its own, such as a moving reference, keeps it over a kill: it gets each due
-version once, in order, and none at a start."""
+"""A follower with state, such as a moving reference, keeps it over a kill: it gets each due version once,
+in order, and none at a start."""
 
 import json
 from collections.abc import Mapping
