@@ -24,6 +24,7 @@ _MODULES: dict[str, str] = {
     "GROUPS": "dataflow.operation",
     "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
+    "MovingReferenceWorker": "workers.reference",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
     "Prompts": "dataflow.prompts.prompts",
@@ -105,6 +106,7 @@ if (
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
     from .workers.environment import EnvWorker as EnvWorker
+    from .workers.reference import MovingReferenceWorker as MovingReferenceWorker
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker

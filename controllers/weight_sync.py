@@ -138,6 +138,11 @@ class WeightSync:
             return [CallRequest(followers[0], REGISTER, then=lambda call: [request], on_device=True)]
         return [request]
 
+    def keep_own(self, follower: WorkerGroup) -> None:
+        """Send a follower only later versions than its own weights, which come from its model or a
+        checkpoint."""
+        self._sent[follower.name] = follower.version
+
     def publish_all(self) -> list[CallRequest]:
         return self._publish_each(e.leader for e in self._edges)
 

@@ -81,6 +81,7 @@ PolicyLoss(entropy_coefficient=...) | - | actor_rollout_ref.actor.entropy_coeff 
     | entropy_coef | -
 lora | peft_config lora_r | actor_rollout_ref.model.lora_rank lora_rank lora_alpha | lora_rank
     lora_alpha | - | actor.use_lora
+MovingReferenceWorker(mix=...) | ref_model_mixup_alpha | - | - | - | -
 ActorWorker(activation_checkpointing=...) | gradient_checkpointing |
     actor_rollout_ref.model.enable_gradient_checkpointing | gradient_checkpointing |
     recompute_granularity | actor.gradient_checkpointing

@@ -191,6 +191,8 @@ class Worker:
     """Whether ranks are independent: a rank holds only its configuration and the weights that it
     follows. Failed rows are requeued, and dropped at the third failure (see `MAX_FAILED`). The
     driver replaces a process that ends or hangs, and the run continues."""
+    must_follow: ClassVar[bool] = False
+    """Whether a group of this class needs a leader."""
 
     def __init__(self, config: Any, context: Context = Context()) -> None:
         self.config = config

@@ -131,6 +131,9 @@ class Run:
     def prepare(self) -> None:
         if self._point is not None:
             self._load(self._point)
+        for group in self.groups.values():
+            if has_state(group.handle):
+                self._weights.keep_own(group)
         self._calls.queue(self._weights.publish_all())
         self._until(lambda: self._calls.idle)
 

@@ -56,6 +56,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
             )
         )
         undo.callback(partial(buffer.close, going_on=True))
+        continued = {name: buffer.ledgers[name].graph for name in graphs}
         if point is not None:
             ledgers = buffer.ledgers
             # Rows of void leases are recorded again, and would appear twice.
@@ -63,6 +64,13 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
                 lambda graph, lease: graph in ledgers and ledgers[graph].leases.is_void(lease)
             )
             progress.resumed(point.path, point.state.step, [*point.damage, *buffer.damage])
+            for name, graph in graphs.items():
+                own = [node.name for node in continued[name].nodes]
+                if new := [node.name for node in graph.nodes if node.name not in own]:
+                    progress.say(
+                        f"the evaluation {name!r} continues without {', '.join(new)}, which an earlier version of Weft did not have; "
+                        "resume='weights' would add it"
+                    )
         buffer.note("record_every", spec.record_every)
         buffer.store.delete_remote = backend.cluster.delete if backend.cluster else None
         files = _files(spec, directory, buffer, progress)
@@ -72,7 +80,7 @@ def start(spec: RunSpec, history: RunHistory, directory: RunDirectory, point: Re
         address = None if gateway is None else gateway.address
         groups = backend.start(replace(_setup(spec, directory, files, progress), gateway=address))
         _drop_lost_rows(buffer, backend, progress)
-        graph_runs = _graph_runs(spec, history, graphs, buffer, files, point)
+        graph_runs = _graph_runs(spec, history, continued, buffer, files, point)
         run = Run(spec, history, directory, point, buffer, groups, graph_runs, gateway)
         # From here on, the run closes the backend and the buffer.
         undo.pop_all()

@@ -128,6 +128,11 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
             raise UserError(
                 f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
             )
+        if getattr(handle.worker_class, "must_follow", False) and handle.leader is None:
+            raise UserError(
+                f"worker group {name!r} is a {handle.worker_class.__name__}, but follows no group; add "
+                f"{name}.follows(actor, every=...)"
+            )
     return handles
 
 

@@ -19,6 +19,7 @@ from ...workers.training.engine import Head, ModelConfig
 from ...workers.training.lora import Lora
 from ...workers.training.memory import (
     BYTES,
+    FLOAT32,
     ModelSize,
     TrainingMemory,
     checkpoint_bytes,
@@ -257,6 +258,14 @@ def _trained(
     if config.engine is not None:
         unknown = unknown or "counted as FsdpEngine holds it"
     rest, in_pass, host = placed(made, config, on_gpu=known.on_gpu)
+    averaged = FLOAT32 * size.parameters if getattr(config, "mix", None) is not None else 0
+    host["moving average"] = averaged // known.ranks
+    host["copy for a checkpoint"] += saves * averaged // known.ranks
+    saved = (
+        checkpoint_bytes(size, config, lora)
+        if trains
+        else averaged and averaged + folder_bytes(size, config, None)
+    )
     moves = sum(rest.values())
     if found:
         in_pass = with_activations(in_pass, found, made)
@@ -270,8 +279,8 @@ def _trained(
         on_host=_present(host),
         moves=moves * known.on_gpu,
         idle=CUDA * known.on_gpu,
-        folder=folder_bytes(size, config, lora) if saves and trains else 0,
-        checkpoint=checkpoint_bytes(size, config, lora) if saves and trains else 0,
+        folder=folder_bytes(size, config, lora) if saves and (trains or averaged) else 0,
+        checkpoint=saved if saves else 0,
         stages=stages,
         unknown=unknown,
     )

@@ -6,13 +6,14 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import LeaseError, RecoveryError, UserError, nearest
-from ..graph import SOURCE, Graph
+from ..graph import SOURCE, TRAIN, Graph, Node
+from ..operation import Shape
 from ..runs.files import LOG, Disk
 from ..runs.log import LogReader, Position, Record, described_graph, has_position, line_of
 from ..safe_files import open_file, parse_json
@@ -391,8 +392,9 @@ def restore(
     """Restore the ledgers of a run from its log. Only reads, so the run may be active.
 
     Args:
-        graphs: graphs of the run. With None, the buffer restores them from their descriptions in
-            the log, which have no code or data, so use it only to read.
+        graphs: graphs of the run. Evaluations that an earlier version of Weft started continue
+            without optional maps that it did not have. With None, the buffer restores the graphs
+            from their descriptions in the log, which have no code or data, so use it only to read.
         at: log position to go back to. Default: the end of the log's valid part.
 
     Raises:
@@ -470,18 +472,36 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
         return then
     if name not in graphs:
         raise UserError(f"the run has a graph {name!r}, which is not given{nearest(name, list(graphs))}")
+    earlier = {n["name"] for n in outline["nodes"]}
+    graph = graphs[name] if name == TRAIN else _without_new_options(graphs[name], earlier)
     # Convert through JSON: the outline in the log has lists instead of tuples.
-    now = json.loads(json.dumps(graphs[name].outline()))
+    now = json.loads(json.dumps(graph.outline()))
     first, second = _required_parts(now, outline), _required_parts(outline, now)
     if first != second:
-        earlier, nodes = {n["name"] for n in outline["nodes"]}, first["nodes"]
+        nodes = first["nodes"]
         changed = [n["name"] for n in nodes if n["name"] not in earlier] or [
             n["name"] for n, m in zip(nodes, second["nodes"], strict=False) if n != m
         ]
         raise UserError(
             f"graph {name!r} differs from when the run was started; check {', '.join(changed) or 'its source'}"
         )
-    return graphs[name]
+    return graph
+
+
+def _without_new_options(graph: Graph, earlier: Collection[str]) -> Graph:
+    """Return an evaluation's graph without maps that the run did not have `earlier`, if all readers
+    of their columns can do without. A later version of Weft may add such maps."""
+    read = {writer for node in graph.nodes for writer in node.writers.values()}
+    needed = {node.writers.get(column) for node in graph.nodes for column in node.operation.reads}
+    maps = {node.name for node in graph.nodes if node.operation.shape is Shape.MAP}
+    new = (read & maps) - needed - {*earlier}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name not in new:
+            writers = {column: name for column, name in node.writers.items() if name not in new}
+            after = tuple(name for name in node.after if name not in new)
+            nodes.append(replace(node, reads=tuple(writers), writers=writers, after=after))
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _required_parts(outline: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ from weft.workers.agents.harness import Command, Environment, Function, Harness,
 from weft.workers.critic import CriticConfig
 from weft.workers.environment import EnvConfig
 from weft.workers.generation.vllm_settings import VllmSettings
+from weft.workers.reference import MovingReferenceConfig
 from weft.workers.reward import RewardConfig
 from weft.workers.rewards.code import Code
 from weft.workers.rewards.function import Reward
@@ -121,7 +122,10 @@ SECTIONS = (
     Section(
         "Models that are trained",
         "Arguments of `weft.group(weft.ActorWorker, ...)` and of groups of other workers with a model.",
-        (ModelConfig, OptimizerConfig, TrainingConfig, ActorConfig, CriticConfig, Lora),
+        (
+            *(ModelConfig, OptimizerConfig, TrainingConfig),
+            *(ActorConfig, CriticConfig, MovingReferenceConfig, Lora),
+        ),
     ),
     Section(
         "Generation",

@@ -25,6 +25,7 @@ from weft.controllers.recovery.checkpoints import (
 from weft.controllers.schedule import Asynchronous, Synchronous, Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.column import FINAL_ANSWER
 from weft.dataflow.errors import UserError, WorkerError
 from weft.dataflow.graph import group
 from weft.dataflow.metric_names import undeclared
@@ -123,6 +124,52 @@ def test_prompts_without_a_scored_response_are_counted_and_shown(
     assert len(shown) == 3 and all(
         "; 4 of 8 prompts: the others have no scored response" in line for line in shown
     )
+
+
+class Voter(ToyReward):
+    @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=(str(FINAL_ANSWER),))
+    def final_answers(self, samples: Batch) -> Batch:
+        return samples.with_columns(**{str(FINAL_ANSWER): ["7"] * len(samples)})
+
+
+@graph
+def voted(rows: Any, *, rollout: Any, reward: Any, votes: bool) -> Any:
+    samples = reward.score(rollout.generate(rows, n=2))
+    return score_prompts(reward.final_answers(samples) if votes else samples, n=2, k=(2,))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[::2], ids=["synchronous", "asynchronous"])
+def test_a_run_of_a_version_without_votes_is_resumed_without_them(
+    schedule: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def evaluated(
+        root: Path, *, votes: bool, kill_at: int = -1, **settings: Any
+    ) -> list[dict[str, float]]:
+        made = handles(follow=False) | {"reward": group(Voter), "actor": group(SavingActor)}
+        made["rollout"].follows(made["actor"])
+        own = {name: made[name] for name in ("rollout", "reward")}
+
+        def stop(metrics: Mapping[str, float]) -> bool:
+            if metrics["step"] == kill_at:
+                raise Killed
+            return False
+
+        training = toy_grpo(prompts(10), **made)
+        evaluations = [Evaluation(voted(prompts(2, "held_out"), **own, votes=votes), every=2)]
+        given: Any = {"evaluations": evaluations, "checkpoint": CheckpointConfig(every=2), "stop": stop}
+        given |= {"schedule": schedule, "root": root, "progress": "plain", "name": "run", "stop_on": ()}
+        with Driver(training, **given, **settings) as driver:
+            return driver.run()
+
+    with pytest.raises(Killed):
+        evaluated(tmp_path, votes=False, kill_at=5)
+    metrics = evaluated(tmp_path, votes=True, resume="latest")
+    assert "the evaluation 'eval' continues without reward.final_answers" in capsys.readouterr().out
+    assert steps_with(metrics, "eval/pass@2") == [0, 2, 4, 6, 8, 9]
+    assert steps_with(metrics, "eval/maj@2") == []
+    assert not check_log(tmp_path / "run" / "buffer").violations
+    evaluated(tmp_path / "new", votes=True)
+    assert "continues without" not in capsys.readouterr().out
 
 
 # The best checkpoint

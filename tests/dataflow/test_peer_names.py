@@ -23,9 +23,7 @@ def settings_of(owner: str) -> list[str]:
         return list({"PolicyLoss": PolicyLoss, "Clipped": Clipped}[owner].model_fields)
     public: Any = getattr(weft, owner)
     if owner.endswith("Worker"):
-        public = inspect.signature(public.__init__, eval_str=False).parameters["config"].annotation
-        module = inspect.getmodule(getattr(weft, owner))
-        public = getattr(module, public) if isinstance(public, str) else public
+        public = public.Config
     return list(getattr(public, "model_fields", None) or inspect.signature(public).parameters)
 
 

@@ -1,4 +1,4 @@
-"""GRPO on the examples' task, killed and resumed by `test_resume.py`.
+"""GRPO on the examples' task with a moving reference, killed and resumed by `test_resume.py`.
 
 Each correct digit is rewarded, so that a barely trained model can learn.
 """
@@ -11,6 +11,8 @@ import arithmetic  # pyright: ignore[reportMissingImports] (of the examples)
 import weft
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
+from weft.algorithms.kl import KlPenalty
+from weft.algorithms.policy_loss import PolicyLoss
 
 
 class Settings(weft.Config):
@@ -28,11 +30,22 @@ def main(settings: Settings) -> None:
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3)
     rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine)
     reward = weft.group(weft.RewardWorker, function=arithmetic.right_digits, tokenizer=model)
+    reference = weft.group(weft.MovingReferenceWorker, model=model, mix=0.3)
     rollout.follows(actor)
+    reference.follows(actor, every=2)
     prompts = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
     sampling = weft.Sampling(max_tokens=4)
-    training = grpo(prompts, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling)
+    training = grpo(
+        prompts,
+        rollout=rollout,
+        reward=reward,
+        actor=actor,
+        reference=reference,
+        n=8,
+        sampling=sampling,
+        loss=PolicyLoss(kl=KlPenalty(coefficient=0.1)),
+    )
     accuracy = evaluate(
         held_out, rollout=rollout, reward=reward, sampling=weft.Sampling(max_tokens=4, temperature=0)
     )

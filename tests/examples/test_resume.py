@@ -52,6 +52,10 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(root: Path, engine: str, 
         resumed = load_file(root / name / "model" / "model.safetensors")
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)
         assert metrics(root / name) == metrics(unbroken)
+        kept = Path("checkpoints") / "step_000003" / "reference" / "state" / "rank_0.safetensors"
+        averages = load_file(unbroken / kept), load_file(root / name / kept)
+        assert all(torch.equal(average, averages[1][key]) for key, average in averages[0].items())
+        assert any(not torch.equal(before[k], averages[0][f"model.{k}"]) for k in before), "it moves"
     saved = unbroken / "checkpoints" / "step_000003" / "actor" / "model"
     loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)

@@ -45,6 +45,7 @@ from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .memory import CPU_TOKENS, GPU_TOKENS, gathers_in_node
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
+from .moving_average import MovingAverage
 from .packed_attention import VARLEN
 from .response_model import ResponseModel, with_computed
 from .routers import Balance, Routers
@@ -87,6 +88,8 @@ class FsdpEngine:
 
     shares_prompts = True
     """Whether a microbatch computes a prompt once for all its rows (`Worker.shares_prompts`)."""
+    averages = True
+    """Whether the engine supports `MovingReferenceConfig.mix`."""
 
     def __init__(
         self,
@@ -128,9 +131,12 @@ class FsdpEngine:
             )
         self._disk = disk or Disk()
         self._copies = HostCopies(self.device)
-        self.optimizer = self._snapshots = None
+        self.optimizer = self._average = self._snapshots = None
         if training is not None:
             self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
+        if (mix := getattr(config, "mix", None)) is not None:
+            self._average = MovingAverage(self._sharded.own_tensors(), mix)
+        if training is not None or mix is not None:
             self._snapshots = SnapshotWriter(context, self.device, self._write_stored, self._disk)
         self._count = self._loss_total = 0.0
         """Count and loss sum of the rows since the last step."""
@@ -403,7 +409,11 @@ class FsdpEngine:
 
     def receive_weights(self, incoming: IncomingWeights) -> str:
         self._copies.forget_frozen()
-        return self._sharded.receive_weights(incoming)
+        checksum = self._sharded.receive_weights(incoming)
+        # Only complete versions count, so a failed transfer leaves the average unchanged.
+        if self._average is not None:
+            self._average.add(self._sharded.own_tensors(), incoming.version)
+        return checksum
 
     def save(self, folder: Path, *, merged: bool = False) -> None:
         gathered: dict[str, Tensor] = {}
@@ -437,14 +447,16 @@ class FsdpEngine:
             for dimension in self.mesh.mesh_dim_names or ():
                 if dimension in (NODES, "tp") and self.mesh[dimension].size() > 1:
                     check_alike(state, self.mesh[dimension])
-        self._snapshots.snapshot(folder, state, {"steps": self.steps, "notes": dict(notes or {})})
+        averaged = None if self._average is None else self._average.version
+        own = {"steps": self.steps, "averaged": averaged, "notes": dict(notes or {})}
+        self._snapshots.snapshot(folder, state, own)
         return time.perf_counter() - start
 
     def written(self, *, wait: bool) -> bool:
         return self._snapshots is None or self._snapshots.written(wait=wait)
 
     def restore(self, folder: Path) -> Mapping[str, Any]:
-        if self.optimizer is None:
+        if self._snapshots is None:
             raise RuntimeError("this engine was made without an optimizer; it has no state to restore")
         stored, state = Snapshot(folder), self.state()
         if in_8_bits(stored.shapes) != in_8_bits(state):
@@ -456,16 +468,23 @@ class FsdpEngine:
         stored.check(state)
         for name, tensor in state.items():
             stored.fill(name, tensor)
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         self._count = self._loss_total = 0.0
         same_ranks = stored.num_ranks == self.context.world_size
         notes = stored.notes_of(self.context.rank if same_ranks else 0)
+        if self._average is not None:
+            self._copies.forget_frozen()
+            self._average.put(self._sharded.own_tensors(), notes["averaged"])
         if same_ranks:
             set_random_states(notes["random"])
         self.steps = notes["steps"]
         return notes["notes"]
 
     def state(self) -> dict[str, Tensor]:
+        if self._average is not None:
+            averaged = self._average.state(self._sharded.own_tensors())
+            return {f"model.{name}": tensor for name, tensor in averaged.items()}
         assert self.optimizer is not None
         state: dict[str, Tensor] = {}
         for name, tensor in self._sharded.own_tensors().items():

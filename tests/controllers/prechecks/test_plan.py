@@ -22,6 +22,7 @@ from weft.controllers.prechecks.dry_run import planning
 from weft.controllers.prechecks.plan import Plan, gpu_memory_alerts, plan_of
 from weft.controllers.prechecks.plan_memory import GroupMemory, group_memory
 from weft.controllers.prechecks.plan_sizes import sample_bytes, step_sizes
+from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Asynchronous, Synchronous
 from weft.controllers.simulation.backend import Simulated
 from weft.controllers.simulation.costs import CostModel, Generation, LinearCost
@@ -30,6 +31,7 @@ from weft.dataflow.graph import group
 from weft.dataflow.source import TableSource
 from weft.dataflow.tracing import graph
 from weft.workers.actor import ActorWorker
+from weft.workers.reference import MovingReferenceWorker, ReferenceWorker
 from weft.workers.rollout import RolloutWorker
 
 COSTS = CostModel(
@@ -236,6 +238,22 @@ def test_a_plan_that_exceeds_the_gpu_names_the_first_setting_that_fits(tmp_path:
     assert "Set activation_checkpointing=" in said, said
     (said,) = made[1024]
     assert "use more GPUs" in said, said
+
+
+def test_a_moving_reference_has_an_average_on_the_host_and_in_checkpoints(tmp_path: Path):
+    write_model(tmp_path, layers=2, hidden=64, vocabulary=100)
+    plan = planned()
+    place, model = plan.spec.placement["rollout"], str(tmp_path)
+    settings: dict[str, Any] = {"model": model, "dtype": "bfloat16"}
+    frozen: Any = group(ReferenceWorker, **settings)
+    moving: Any = group(MovingReferenceWorker, mix=0.5, **settings)
+    spec, sizes = replace(plan.spec, checkpoint=CheckpointConfig(every=2)), plan.sizes
+    one = group_memory(spec, "rollout", frozen, place, sizes, gpu_bytes=0)
+    two = group_memory(spec, "rollout", moving, place, sizes, gpu_bytes=0)
+    numbers = one.phases[plan_memory.REST]["weights"] // 2
+    assert numbers > 50_000 and not one.on_host and not one.checkpoint
+    assert two.on_host == {"moving average": 4 * numbers, "copy for a checkpoint": 4 * numbers}
+    assert (two.folder, two.checkpoint) == (2 * 2 * numbers, 2 * 6 * numbers), "of two ranks"
 
 
 def supervised_rows(number: int, *, prompt: int, response: int) -> TableSource:

@@ -44,14 +44,23 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
     return drawn.graph()
 
 
-def eval_graph() -> Graph:
+def eval_graph(
+    *, votes: bool = False, counts: bool = False, reads: tuple[str, ...] = ("reward",)
+) -> Graph:
+    """A graph that generates and scores, and may vote, and count votes if there are some."""
     drawn = _Trace("eval", PROMPTS)
     rows = _SymbolicRows(drawn, SOURCE, {"prompt": ""})
     generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
     rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": 1})
-    drawn.add_node(
+    rows = drawn.add_node(
         rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {}
     )
+    if votes:
+        vote = Declaration("vote", reads=("response",), writes=("vote",))
+        rows = drawn.add_node(rows, None, function, vote, (), {})
+    if counts:
+        count = Declaration("count", Shape.GROUP, reads=reads, may_read=("vote",))
+        drawn.add_node(rows, None, function, count, (), {})
     return drawn.graph()
 
 

@@ -219,6 +219,29 @@ def test_a_later_version_of_a_node_may_read_more_optional_columns(tmp_path: Path
     assert "extra" in restored.ledgers["train"].graph.nodes[-1].reads
 
 
+def test_an_evaluation_of_an_earlier_version_continues_without_new_optional_nodes(tmp_path: Path):
+    folder = tmp_path / "run"
+    earlier = {"train": eval_graph(counts=True), "eval": eval_graph(counts=True)}
+    SampleBuffer.create(folder, earlier).close(going_on=True)
+    later = eval_graph(votes=True, counts=True)
+    assert [node.name for node in later.nodes] == ["generate", "score", "vote", "count"]
+    graph = restore(folder, earlier | {"eval": later}).ledgers["eval"].graph
+    assert [(node.name, node.reads, node.after) for node in graph.nodes[1:]] == [
+        ("score", ("response",), ("generate",)),
+        ("count", ("reward",), ("generate", "score")),
+    ]
+    needed = eval_graph(votes=True, counts=True, reads=("reward", "vote"))
+    for graphs in (
+        {"eval": needed},
+        {"eval": eval_graph(votes=True)},
+        {"train": later},  # training with other columns is another run
+    ):
+        with pytest.raises(
+            (UserError, RecoveryError), match="differs from when the run was started; check vote"
+        ):
+            restore(folder, earlier | graphs)
+
+
 def test_the_graphs_must_be_those_of_the_run(tmp_path: Path):
     folder = tmp_path / "run"
     broken_run(folder)
