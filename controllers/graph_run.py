@@ -15,10 +15,12 @@ from ..algorithms.evaluation import interval
 from ..algorithms.grpo import length_bias
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.column import EXPECTED_TOKENS, PROMPT_IDS
 from ..dataflow.graph import TRAIN, Graph, Node
-from ..dataflow.metrics import Estimate, Metric, merge
+from ..dataflow.metrics import Estimate, Mean, Metric, merge
 from ..dataflow.operation import Shape
 from ..dataflow.source import Cursor
+from .forecast import LengthForecast
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -49,6 +51,18 @@ class GraphRun(ABC):
     positions: Iterator[int]
     num_tokens: np.ndarray
     """[source rows] Number of tokens of each row."""
+    longest_first: bool = False
+    """Whether generation starts the longest expected responses first."""
+
+    @cached_property
+    def forecasts(self) -> Mapping[str, LengthForecast]:
+        """Generating node -> forecast of the lengths of its responses."""
+        if not self.longest_first:
+            return {}
+        asked = (n for n in self.graph.nodes if str(EXPECTED_TOKENS) in n.operation.may_read)
+        # Rows of agents also have tokens that the harness wrote.
+        nodes = [n.name for n in asked if str(PROMPT_IDS) in n.operation.reads]
+        return {name: LengthForecast(len(self.num_tokens)) for name in nodes}
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
@@ -80,13 +94,28 @@ class GraphRun(ABC):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
 
+    def forecast(self, lease: Lease) -> None:
+        """Add the forecast of response lengths to a lease of a generating node."""
+        if own := self.forecasts.get(lease.node.name):
+            lease.forecast = own.expect(lease.positions, lease.num_tokens)
+
     @abstractmethod
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         """Record the metrics of a call."""
 
-    @abstractmethod
     def generates(self, lease: Lease, published: Published) -> None:
         """Record finished responses."""
+        if lease.forecast is None or published.parents is None:
+            return
+        places = [lease.place_of[parent] for parent in published.parents.tolist()]
+        expected, lengths = lease.forecast.tokens[places], published.num_tokens
+        self.forecasts[lease.node.name].observe(
+            lease.token, lease.positions[places], lease.num_tokens[places], lengths
+        )
+        if not lease.forecast.is_empty:
+            # Sums of whole tokens do not depend on the order in which responses arrive.
+            error = Mean(float(np.abs(expected - lengths).sum()), float(lengths.sum()))
+            self.add_metrics(lease, {f"{lease.node.group}/forecast_error": error})
 
 
 @dataclass
@@ -151,6 +180,7 @@ class TrainingRun(GraphRun):
         self.metrics.append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
+        super().generates(lease, published)
         self.generated.append(published.num_tokens)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
@@ -241,6 +271,7 @@ class EvaluationRun(GraphRun):
         super().finish_rows(lease, step)
 
     def generates(self, lease: Lease, published: Published) -> None:
+        super().generates(lease, published)
         if published.versions is not None and len(published.versions):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
@@ -269,6 +300,25 @@ class GraphRuns:
 
     def __getitem__(self, name: str) -> GraphRun:
         return self.train if name == TRAIN else self.evaluations[name]
+
+    @property
+    def forecasts(self) -> dict[str, np.ndarray]:
+        """State of all forecasts, for checkpoints: `GRAPH/NODE/ARRAY` -> array."""
+        return {
+            f"{run.name}/{node}/{name}": array
+            for run in self
+            for node, forecast in run.forecasts.items()
+            for name, array in forecast.state.items()
+        }
+
+    def restore_forecasts(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore the forecasts of a checkpoint; nodes that it lacks keep theirs."""
+        for run in self:
+            for node, forecast in run.forecasts.items():
+                prefix = f"{run.name}/{node}/"
+                own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+                if own:
+                    forecast.restore(own)
 
     @property
     def evaluating(self) -> bool:

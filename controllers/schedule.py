@@ -69,6 +69,11 @@ class Stepwise(Config):
         """Whether generation continues during training and weight transfers."""
         return False
 
+    @property
+    def longest_first(self) -> bool:
+        """Whether a step starts the longest expected responses first, because it waits for all."""
+        return False
+
     def admit(self, train: TrainingRun) -> int:
         """Return the number of groups to issue: a batch for a new step, then replacements for
         dropped groups. The buffer may allow fewer."""
@@ -135,13 +140,18 @@ class Stepwise(Config):
 
 class Synchronous(Stepwise):
     """Each step generates all responses, scores them, then updates the weights. Training is exactly
-    on-policy."""
+    on-policy. Replicas get shares of equal expected length, and start the longest expected responses
+    first (`controllers/forecast.py`)."""
 
     version_of: ClassVar[VersionOf] = "oldest_token"
 
     @property
     def max_staleness(self) -> int:
         return 0
+
+    @property
+    def longest_first(self) -> bool:
+        return True
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
         """Return the rows or groups that a node may claim now, or None."""
@@ -201,6 +211,10 @@ class Asynchronous(InParts):
     @property
     def overlaps(self) -> bool:
         return self.max_staleness > 0
+
+    @property
+    def longest_first(self) -> bool:
+        return not self.overlaps
 
     @property
     def version_of(self) -> VersionOf:

@@ -306,7 +306,9 @@ class Run:
             self._disk.write(self._directory.flush)
             kept = self._saving.folder.positions
             state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
-            self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
+            forecasts = self.graph_runs.forecasts
+            begin = self._saving.begin_checkpoint
+            self._calls.queue(self._disk.write(lambda: begin(state, forecasts)))
 
     def _state(self, position: Position) -> RunState:
         return RunState(

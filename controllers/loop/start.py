@@ -25,7 +25,7 @@ from ..gateway_process import GatewayProcess
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
 from ..ranks.row_io import num_tokens
-from ..recovery.checkpoints import has_state
+from ..recovery.checkpoints import has_state, read_forecasts
 from ..recovery.resume import ResumePoint
 from ..reports.progress import Progress
 from ..run_spec import RunHistory, RunSpec
@@ -231,12 +231,23 @@ def _graph_runs(
     for name in spec.evaluations:
         graph, ledger, source = graphs[name], buffer.ledgers[name], sources[name]
         rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
-        run = EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
+        run = EvaluationRun(
+            name,
+            graph,
+            ledger,
+            rest,
+            _num_tokens(graph, source),
+            longest_first=not spec.schedule.overlaps,
+        )
         if point is not None:
             _give_up(run, history)
             run.closed_at = point.state.evaluated.get(name, -1)
         evaluations[name] = run
-    return GraphRuns(_training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point), evaluations)
+    train = _training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point)
+    found = GraphRuns(train, evaluations)
+    if point is not None and not point.from_first_row:
+        found.restore_forecasts(read_forecasts(point.path))
+    return found
 
 
 def _training_run(
@@ -248,7 +259,14 @@ def _training_run(
     rest = cursor.rest(order, ledger.prompts_issued)
     steps = spec.schedule.steps
     train = TrainingRun(
-        TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor
+        TRAIN,
+        graph,
+        ledger,
+        rest,
+        _num_tokens(graph, source),
+        longest_first=spec.schedule.longest_first,
+        steps=steps,
+        start=cursor,
     )
     if point is not None:
         train.step, train.begun = point.state.step, True
