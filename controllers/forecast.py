@@ -1,8 +1,11 @@
-"""LengthForecast: how long the responses to a prompt will be, judged by earlier responses."""
+"""LengthForecast: how long the responses to a prompt will be, judged by earlier responses. Rounds:
+the order of prompts in which long responses share a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -111,3 +114,48 @@ class LengthForecast:
         for column, own in zip(self._columns, values, strict=True):
             column[rows] = own
         self._sums, self._longest = [int(each) for each in state["sums"].tolist()], longest
+
+
+class Rounds:
+    """An order of prompts in which those with long responses share steps ("long rounds",
+    arXiv:2509.21009), so that the other steps are short.
+
+        positions = Rounds(positions, 8 * prompts_per_step, expect)
+        next(positions)
+
+    Takes the prompts of several steps at a time, and sorts them by the expected length of their
+    responses. The order depends only on earlier responses. Each prompt comes once, and its responses
+    are all trained on, so their lengths have the distribution of the policy. (A round that ends when
+    enough responses have finished would train on too many short ones.)
+
+    Args:
+        positions: positions of source rows, which it consumes.
+        size: number of prompts to sort. 1: keeps the order.
+        expect: returns the expected lengths of responses to the rows at some positions; NaN if
+            nothing is known, which keeps the order.
+        pending: rows that an earlier `Rounds` has sorted and not returned.
+    """
+
+    def __init__(
+        self,
+        positions: Iterator[int],
+        size: int,
+        expect: Callable[[np.ndarray], np.ndarray],
+        pending: Iterable[int] = (),
+    ) -> None:
+        self._positions, self._size, self._expect = positions, size, expect
+        self.pending = deque(pending)
+        """Sorted rows that `next` returns first."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.pending:
+            taken = np.fromiter(itertools.islice(self._positions, self._size), np.int64)
+            if len(taken) > 1:
+                taken = taken[np.argsort(self._expect(taken), kind="stable")]
+            self.pending.extend(taken.tolist())
+        if not self.pending:
+            raise StopIteration
+        return self.pending.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from ..dataflow.graph import TRAIN, Graph, Node
 from ..dataflow.metrics import Estimate, Mean, Metric, merge
 from ..dataflow.operation import Shape
 from ..dataflow.source import Cursor
-from .forecast import LengthForecast
+from .forecast import LengthForecast, Rounds
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -124,6 +124,8 @@ class TrainingRun(GraphRun):
     """Total number of steps of the schedule."""
     start: Cursor = field(default_factory=Cursor)
     """Position in the data at the beginning of the log."""
+    rounds: Rounds | None = None
+    """Sorts the prompts of several steps, as `positions`; None keeps their order."""
     step: int = 0
     """Number of closed steps."""
     begun: bool = False
@@ -162,9 +164,24 @@ class TrainingRun(GraphRun):
     @property
     def cursor(self) -> Cursor:
         """Position in the data from which to resume without the rows in flight."""
-        return self.start.after(
-            self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
-        )
+        pending, before = self.pending, self.ledger.live.positions_before(self.updates)
+        return self.start.after(self.ledger.prompts_issued + len(pending), [*before, *pending])
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Source rows that `rounds` has sorted, and that are not issued yet."""
+        return () if self.rounds is None else tuple(self.rounds.pending)
+
+    def sort_rounds(self, size: int, pending: Sequence[int] = ()) -> None:
+        """Issue the `pending` rows next, and then sort the rest of the source, `size` rows at a
+        time."""
+        nodes = list(self.forecasts)
+        if size > 1 and nodes:
+            forecast = self.forecasts[nodes[0]]
+            expect = lambda rows: forecast.expect(rows, self.num_tokens[rows]).tokens  # noqa: E731
+        else:
+            expect, size = lambda rows: np.zeros(len(rows)), 1
+        self.positions = self.rounds = Rounds(self.positions, size, expect, pending)
 
     def issue(self, number: int, step: int) -> int:
         issued = super().issue(number, step)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..dataflow.buffer.staleness import VersionOf
 from ..dataflow.config import Config
@@ -143,7 +143,24 @@ class Synchronous(Stepwise):
     on-policy. Replicas get shares of equal expected length, and start the longest expected responses
     first (`controllers/forecast.py`)."""
 
+    rounds: int = Field(default=1, ge=1, le=1024)
+    """[steps] Number of steps whose prompts are sorted by the expected length of their responses, so
+    that long responses share a step and the others are short. Must divide `steps`. Training stays
+    on-policy, but the responses of a step are of similar length. Raise it to 8 if a few long
+    responses leave replicas idle and prompts repeat."""
+
     version_of: ClassVar[VersionOf] = "oldest_token"
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("rounds",))
+
+    @model_validator(mode="after")
+    def _rounds_are_whole(self) -> Synchronous:
+        if self.steps % self.rounds:
+            least = -(-self.steps // self.rounds) * self.rounds
+            raise ValueError(
+                f"rounds={self.rounds} does not divide steps={self.steps}, so the run would end before a long "
+                f"step and train on too many short responses; take steps={least}"
+            )
+        return self
 
     @property
     def max_staleness(self) -> int:

@@ -321,6 +321,7 @@ class Run:
             evaluated={name: run.closed_at for name, run in self.graph_runs.evaluations.items()},
             stopped=self._train.stopped,
             cursor=self._train.cursor,
+            pending=self._train.pending,
             next_id=self.buffer.ids.next_id,
             next_group=self.buffer.ids.next_group,
             settings=self._spec.recorded[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from ..recovery.checkpoints import has_state, read_forecasts
 from ..recovery.resume import ResumePoint
 from ..reports.progress import Progress
 from ..run_spec import RunHistory, RunSpec
+from ..schedule import Synchronous
 from .recording import with_recording
 from .run import Run
 
@@ -256,18 +258,24 @@ def _training_run(
     ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
     cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
     order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
-    rest = cursor.rest(order, ledger.prompts_issued)
-    steps = spec.schedule.steps
+    pending = point.state.pending if point is not None and point.with_rows else ()
+    rest = cursor.rest(order, ledger.prompts_issued + len(pending))
+    if point is not None and not point.with_rows:  # the cursor has the pending rows, in their order
+        pending = tuple(itertools.islice(rest, len(cursor.again)))
+    schedule = spec.schedule
     train = TrainingRun(
         TRAIN,
         graph,
         ledger,
         rest,
         _num_tokens(graph, source),
-        longest_first=spec.schedule.longest_first,
-        steps=steps,
+        longest_first=schedule.longest_first,
+        steps=schedule.steps,
         start=cursor,
     )
+    if isinstance(schedule, Synchronous):
+        rounds = schedule.rounds
+        train.sort_rounds(rounds * schedule.prompts_per_step if rounds > 1 else 1, pending)
     if point is not None:
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0

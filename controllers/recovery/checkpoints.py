@@ -64,6 +64,8 @@ class RunState:
     """Whether the run was stopped before the end of its schedule."""
     cursor: Cursor = field(default_factory=Cursor)
     """Place in the training data. With the next two fields, enough to resume without the log."""
+    pending: tuple[int, ...] = ()
+    """Source rows whose order in `rounds` is fixed, and that are not issued yet."""
     next_id: int = 0
     """First free sample id."""
     next_group: int = 0
@@ -79,6 +81,7 @@ class RunState:
         read = {
             "position": Position(**fields["position"]),
             "cursor": Cursor(cursor["issued"], tuple(cursor["again"])),
+            "pending": tuple(fields.get("pending", ())),
         }
         return cls(**{**fields, **read})
 

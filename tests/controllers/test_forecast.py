@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.controllers.forecast import LengthForecast
+from weft.controllers.forecast import LengthForecast, Rounds
 
 
 def array(*values: int) -> np.ndarray:
@@ -100,3 +100,17 @@ def test_a_restored_forecast_goes_on_as_before():
     assert second.expect(rows, tokens).tokens.tolist() == first.expect(rows, tokens).tokens.tolist()
     other.restore(first.state)
     assert other.expect(array(0), array(4)).is_empty, "the source has other rows"
+
+
+def test_rounds_sort_the_prompts_of_several_steps_and_return_each_once():
+    lengths = np.array([5, 1, 9, 3, 2, 8, 7, 7])
+    rounds = Rounds(iter(range(8)), 4, lambda rows: lengths[rows])
+    assert [next(rounds) for _ in range(3)] == [1, 3, 0] and list(rounds.pending) == [2]
+    again = Rounds(iter(range(4, 8)), 4, lambda rows: lengths[rows], pending=rounds.pending)
+    assert list(again) == [2, 4, 6, 7, 5]
+
+
+def test_rounds_keep_the_order_if_nothing_is_expected():
+    for size, known in ((5, np.nan), (1, 1.0)):
+        expect = lambda rows, known=known: known * -rows  # noqa: E731
+        assert list(Rounds(iter(range(12)), size, expect)) == list(range(12))

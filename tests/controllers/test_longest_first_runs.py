@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from killed_simulations import Dying, KilledError, SavedActor
 from simulated_runs import Actor, Rollout, apart, costs
@@ -18,10 +19,13 @@ from weft.controllers.simulation.costs import LogNormal
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.column import EXPECTED_TOKENS
+from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.metric_names import untimed
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import Shape
+from weft.dataflow.runs.files import BUFFER, LOG
+from weft.dataflow.runs.log import LogReader
 from weft.workers.dispatch import Dispatch
 from weft.workers.worker import remote
 
@@ -86,6 +90,13 @@ def generation_s(driver: Driver, of: str = "train") -> list[float]:
     return [call["end_s"] - call["start_s"] for call in timeline if call["graph"] == of]
 
 
+def issued(driver: Driver) -> list[int]:
+    """Return the positions of all training prompts, in order."""
+    log = LogReader(driver.directory.path / BUFFER / LOG)
+    issues = [r["positions"] for r in log if r["do"] == "issue" and r["graph"] == "train"]
+    return [position for positions in issues for position in positions]
+
+
 LENGTHS = ((1, 1), (1, 1), (1, 1), (9, 9))
 
 
@@ -145,8 +156,11 @@ def test_longest_first_is_not_slower_whether_prompts_tell_lengths_or_not(
     assert seconds[Synchronous] < most * seconds[InOrder]
 
 
-def test_a_killed_run_has_the_forecasts_and_thus_the_batches_of_an_unbroken_one(tmp_path: Path):
-    schedule = Synchronous(steps=9, prompts_per_step=4)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_killed_run_has_the_forecasts_and_thus_the_batches_of_an_unbroken_one(
+    tmp_path: Path, rounds: int
+):
+    schedule = Synchronous(steps=10, prompts_per_step=4, rounds=rounds)
     checkpoint = CheckpointConfig(every=1)
     chance = random.Random(0)
     lengths = tuple(tuple(chance.randint(1, 40) for _ in range(2)) for _ in range(8))
@@ -174,4 +188,58 @@ def test_a_killed_run_has_the_forecasts_and_thus_the_batches_of_an_unbroken_one(
     ]
     for of in ("train", "eval"):
         assert generation_s(killed, of) == pytest.approx(generation_s(whole, of))
+    assert issued(killed) == issued(whole)
     assert not check_log(killed.directory.path / "buffer").violations
+
+
+def test_rounds_train_on_every_response_once_an_epoch_in_shorter_steps(tmp_path: Path):
+    lengths = LogNormal(mean=20, max_tokens=200, prompt_share=0.9)
+    runs: dict[int, Driver] = {}
+    for rounds in (1, 4):
+        schedule = Synchronous(steps=12, prompts_per_step=8, rounds=rounds)
+        runs[rounds] = finished(
+            driver_of(tmp_path, schedule, Simulated(costs(lengths)), 2, number=32, slots=16)
+        )
+    epochs = {rounds: np.array(issued(run)).reshape(3, 32) for rounds, run in runs.items()}
+    for epoch in range(3):
+        assert sorted(epochs[1][epoch]) == sorted(epochs[4][epoch]) == list(range(32))
+    assert (epochs[1][0] == epochs[4][0]).all(), "nothing is known in the first epoch"
+    # The lengths of the simulator depend on prompt and epoch alone, so all of them are the same.
+    tokens = {
+        rounds: [row["rollout/tokens"] for row in run.directory.metrics[1:]]
+        for rounds, run in runs.items()
+    }
+    totals = {rounds: np.array(own).reshape(3, 4).sum(1).tolist() for rounds, own in tokens.items()}
+    assert totals[1] == totals[4]
+    assert tokens[4][4:8] == sorted(tokens[4][4:8]) and tokens[1][4:8] != sorted(tokens[1][4:8])
+    assert sum(generation_s(runs[4])[4:]) < 0.8 * sum(generation_s(runs[1])[4:])
+
+
+@pytest.mark.parametrize("replies", [90, 105])
+def test_a_run_that_resumes_without_rows_issues_the_rest_of_its_round(tmp_path: Path, replies: int):
+    lengths = tuple((7 * k % 16 + 1,) * 2 for k in range(16))
+
+    def life(name: str, life: int, replies: int | None, resume: str) -> Driver:
+        driver = driver_of(
+            tmp_path / name,
+            Synchronous(steps=12, prompts_per_step=4, rounds=4),
+            Dying(costs(lengths), tmp_path / name, life, replies),
+            1,
+            number=16,
+            checkpoint=CheckpointConfig(every=1),
+            name="run",
+            resume=resume,
+        )
+        return finished(driver)
+
+    whole = issued(life("whole", 0, None, "none"))
+    with pytest.raises(KilledError):
+        life("cut", 0, replies, "none")
+    rest = issued(life("cut", 1, None, "weights"))
+    assert 0 < len(rest) < len(whole) and len(rest) % 16, "it was killed within a round"
+    assert rest == whole[-len(rest) :]
+
+
+def test_rounds_that_would_not_end_are_refused():
+    with pytest.raises(UserError, match=r"rounds=8 does not divide steps=100, .* take steps=104"):
+        Synchronous(rounds=8)
