@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,10 +15,12 @@ from ..algorithms.evaluation import interval
 from ..algorithms.grpo import length_bias
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.column import EXPECTED_TOKENS, PROMPT_IDS
 from ..dataflow.graph import TRAIN, Graph, Node
-from ..dataflow.metrics import Estimate, Metric, merge
+from ..dataflow.metrics import Estimate, Mean, Metric, merge
 from ..dataflow.operation import Shape
 from ..dataflow.source import Cursor
+from .forecast import LengthForecast, Rounds
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -49,6 +51,18 @@ class GraphRun(ABC):
     positions: Iterator[int]
     num_tokens: np.ndarray
     """[source rows] Number of tokens of each row."""
+    longest_first: bool = False
+    """Whether generation starts the longest expected responses first."""
+
+    @cached_property
+    def forecasts(self) -> Mapping[str, LengthForecast]:
+        """Generating node -> forecast of the lengths of its responses."""
+        if not self.longest_first:
+            return {}
+        asked = (n for n in self.graph.nodes if str(EXPECTED_TOKENS) in n.operation.may_read)
+        # Rows of agents also have tokens that the harness wrote.
+        nodes = [n.name for n in asked if str(PROMPT_IDS) in n.operation.reads]
+        return {name: LengthForecast(len(self.num_tokens)) for name in nodes}
 
     @cached_property
     def updates(self) -> tuple[Node, ...]:
@@ -80,13 +94,28 @@ class GraphRun(ABC):
             self.ledger.publish(lease, Published(lease.ids, np.zeros(lease.num_rows, np.int64)), None)
         self.ledger.finish(lease, step=step)
 
+    def forecast(self, lease: Lease) -> None:
+        """Add the forecast of response lengths to a lease of a generating node."""
+        if own := self.forecasts.get(lease.node.name):
+            lease.forecast = own.expect(lease.positions, lease.num_tokens)
+
     @abstractmethod
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         """Record the metrics of a call."""
 
-    @abstractmethod
     def generates(self, lease: Lease, published: Published) -> None:
         """Record finished responses."""
+        if lease.forecast is None or published.parents is None:
+            return
+        places = [lease.place_of[parent] for parent in published.parents.tolist()]
+        expected, lengths = lease.forecast.tokens[places], published.num_tokens
+        self.forecasts[lease.node.name].observe(
+            lease.token, lease.positions[places], lease.num_tokens[places], lengths
+        )
+        if not lease.forecast.is_empty:
+            # Sums of whole tokens do not depend on the order in which responses arrive.
+            error = Mean(float(np.abs(expected - lengths).sum()), float(lengths.sum()))
+            self.add_metrics(lease, {f"{lease.node.group}/forecast_error": error})
 
 
 @dataclass
@@ -95,6 +124,8 @@ class TrainingRun(GraphRun):
     """Total number of steps of the schedule."""
     start: Cursor = field(default_factory=Cursor)
     """Position in the data at the beginning of the log."""
+    rounds: Rounds | None = None
+    """Sorts the prompts of several steps, as `positions`; None keeps their order."""
     step: int = 0
     """Number of closed steps."""
     begun: bool = False
@@ -133,9 +164,24 @@ class TrainingRun(GraphRun):
     @property
     def cursor(self) -> Cursor:
         """Position in the data from which to resume without the rows in flight."""
-        return self.start.after(
-            self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
-        )
+        pending, before = self.pending, self.ledger.live.positions_before(self.updates)
+        return self.start.after(self.ledger.prompts_issued + len(pending), [*before, *pending])
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Source rows that `rounds` has sorted, and that are not issued yet."""
+        return () if self.rounds is None else tuple(self.rounds.pending)
+
+    def sort_rounds(self, size: int, pending: Sequence[int] = ()) -> None:
+        """Issue the `pending` rows next, and then sort the rest of the source, `size` rows at a
+        time."""
+        nodes = list(self.forecasts)
+        if size > 1 and nodes:
+            forecast = self.forecasts[nodes[0]]
+            expect = lambda rows: forecast.expect(rows, self.num_tokens[rows]).tokens  # noqa: E731
+        else:
+            expect, size = lambda rows: np.zeros(len(rows)), 1
+        self.positions = self.rounds = Rounds(self.positions, size, expect, pending)
 
     def issue(self, number: int, step: int) -> int:
         issued = super().issue(number, step)
@@ -151,6 +197,7 @@ class TrainingRun(GraphRun):
         self.metrics.append(measured)
 
     def generates(self, lease: Lease, published: Published) -> None:
+        super().generates(lease, published)
         self.generated.append(published.num_tokens)
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
@@ -241,6 +288,7 @@ class EvaluationRun(GraphRun):
         super().finish_rows(lease, step)
 
     def generates(self, lease: Lease, published: Published) -> None:
+        super().generates(lease, published)
         if published.versions is not None and len(published.versions):
             self.under_way[lease.step].versions |= {int(published.versions.min()), published.newest}
 
@@ -269,6 +317,25 @@ class GraphRuns:
 
     def __getitem__(self, name: str) -> GraphRun:
         return self.train if name == TRAIN else self.evaluations[name]
+
+    @property
+    def forecasts(self) -> dict[str, np.ndarray]:
+        """State of all forecasts, for checkpoints: `GRAPH/NODE/ARRAY` -> array."""
+        return {
+            f"{run.name}/{node}/{name}": array
+            for run in self
+            for node, forecast in run.forecasts.items()
+            for name, array in forecast.state.items()
+        }
+
+    def restore_forecasts(self, state: Mapping[str, np.ndarray]) -> None:
+        """Restore the forecasts of a checkpoint; nodes that it lacks keep theirs."""
+        for run in self:
+            for node, forecast in run.forecasts.items():
+                prefix = f"{run.name}/{node}/"
+                own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+                if own:
+                    forecast.restore(own)
 
     @property
     def evaluating(self) -> bool:

@@ -414,7 +414,8 @@ class WorkerGroup:
             sizes = self._sizes(lease, part)
             given, kept = self._distribute(self._dispatch(method), sizes, replica)
             shares |= {
-                rank: [begin + k for k in share] if begin else share for rank, share in given.items()
+                rank: rows.in_order([begin + k for k in share] if begin else share)
+                for rank, share in given.items()
             }
             keep |= kept
             begin += number
@@ -467,6 +468,8 @@ class WorkerGroup:
         # With one replica there is nothing to balance.
         if len(self._replicas) > 1:
             costs = self._row_cost(tokens)
+            if lease.forecast is not None and not lease.forecast.is_empty:
+                costs = lease.forecast.tokens[part]
             # All rows that descend from a source row have its prompt.
             if node.level != SOURCE and node.writers.get(str(PROMPT_IDS)) == "" and self._shares_prompts:
                 prompt_costs = self._row_cost(np.minimum(lease.source_tokens[part], tokens))
@@ -518,6 +521,14 @@ class _Rows:
         if level is not None and str(DRAW_PATH) in (*node.operation.reads, *node.operation.may_read):
             self._draws = [row.draw(level) for row in lease.rows]
         self._made = self._made_before() if expands else None
+        self._forecast = lease.forecast
+
+    def in_order(self, share: Sequence[int]) -> Sequence[int]:
+        """Return a share with the rows of the longest expected responses first."""
+        if self._forecast is None or self._forecast.is_empty:
+            return share
+        tokens = self._forecast.tokens
+        return sorted(share, key=lambda k: -tokens[k])
 
     def cut(self, shares: Sequence[Sequence[int]]) -> list[RowTask]:
         node, first_children = self._lease.node, self._first_children
@@ -525,6 +536,7 @@ class _Rows:
         index = np.fromiter(itertools.chain.from_iterable(shares), np.int64, ends[-1] if ends else 0)
         ids, group_ids, parent_ids = self.ids[index], self.group_ids[index], self.parent_ids[index]
         aside = None if first_children is None else first_children[index]
+        expected = None if self._forecast is None else self._forecast.of_observed[index]
         tasks: list[RowTask] = []
         begin = 0
         cut = column_pieces(self._ledger.graph, self._ledger.source, self._lease, shares, index)
@@ -544,6 +556,7 @@ class _Rows:
                     masked=self._lease.masked,
                     draws=None if self._draws is None else [self._draws[i] for i in share],
                     made=made if made is not None and any(made) else None,
+                    expected=None if expected is None else expected[own],
                     version_of=self._ledger.version_of,
                 )
             )

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..dataflow.buffer.staleness import VersionOf
 from ..dataflow.config import Config
@@ -67,6 +67,11 @@ class Stepwise(Config):
     @property
     def overlaps(self) -> bool:
         """Whether generation continues during training and weight transfers."""
+        return False
+
+    @property
+    def longest_first(self) -> bool:
+        """Whether a step starts the longest expected responses first, because it waits for all."""
         return False
 
     def admit(self, train: TrainingRun) -> int:
@@ -135,13 +140,35 @@ class Stepwise(Config):
 
 class Synchronous(Stepwise):
     """Each step generates all responses, scores them, then updates the weights. Training is exactly
-    on-policy."""
+    on-policy. Replicas get shares of equal expected length, and start the longest expected responses
+    first (`controllers/forecast.py`)."""
+
+    rounds: int = Field(default=1, ge=1, le=1024)
+    """[steps] Number of steps whose prompts are sorted by the expected length of their responses, so
+    that long responses share a step and the others are short. Must divide `steps`. Training stays
+    on-policy, but the responses of a step are of similar length. Raise it to 8 if a few long
+    responses leave replicas idle and prompts repeat."""
 
     version_of: ClassVar[VersionOf] = "oldest_token"
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("rounds",))
+
+    @model_validator(mode="after")
+    def _rounds_are_whole(self) -> Synchronous:
+        if self.steps % self.rounds:
+            least = -(-self.steps // self.rounds) * self.rounds
+            raise ValueError(
+                f"rounds={self.rounds} does not divide steps={self.steps}, so the run would end before a long "
+                f"step and train on too many short responses; take steps={least}"
+            )
+        return self
 
     @property
     def max_staleness(self) -> int:
         return 0
+
+    @property
+    def longest_first(self) -> bool:
+        return True
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
         """Return the rows or groups that a node may claim now, or None."""
@@ -201,6 +228,10 @@ class Asynchronous(InParts):
     @property
     def overlaps(self) -> bool:
         return self.max_staleness > 0
+
+    @property
+    def longest_first(self) -> bool:
+        return not self.overlaps
 
     @property
     def version_of(self) -> VersionOf:

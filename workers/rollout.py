@@ -21,6 +21,7 @@ from ..dataflow.batch import Batch
 from ..dataflow.buffer.rows import MAX_CHILDREN
 from ..dataflow.column import (
     DRAW_PATH,
+    EXPECTED_TOKENS,
     FINISH_REASON,
     GROUP_ID,
     IDENTITY,
@@ -54,6 +55,7 @@ from .generation.engine import (
     stable_hash,
     tokenizer_of,
 )
+from .generation.longest_first import LongestFirst
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
@@ -344,7 +346,7 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         reads=(PROMPT_IDS,),
-        may_read=(DRAW_PATH, MADE_BEFORE, IMAGES),
+        may_read=(DRAW_PATH, MADE_BEFORE, EXPECTED_TOKENS, IMAGES),
         writes=_writes,
     )
     def generate(
@@ -359,7 +361,8 @@ class RolloutWorker(Worker):
         Args:
             prompts: has the columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
                 `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
-                that already exist), and `images`, each with a placeholder in the prompt.
+                that already exist), `expected_tokens` (starts the longest responses first), and
+                `images`, each with a placeholder in the prompt.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
@@ -388,14 +391,22 @@ class RolloutWorker(Worker):
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
         requests: list[GenerationRequest] = []
+        of_rows: list[range] = []
+        """Indexes of the requests of each row."""
         for row, ids in enumerate(prompt_ids):
+            first = len(requests)
             for index in (index for index in range(n) if index not in made[row]):
                 seed = self._seed(int(group_ids[row]), draws[row], ids.tobytes(), index)
                 requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
+            of_rows.append(range(first, len(requests)))
         # Number of unfinished responses per prompt.
         left = Counter(request.request_id // n for request in requests)
         given_up: list[int] = []
-        steps = generate(self.engine, requests, sampling)
+        order = slots = None
+        if EXPECTED_TOKENS in prompts:
+            order = LongestFirst(of_rows, prompts.numpy(EXPECTED_TOKENS))
+            slots = self.config.max_num_seqs
+        steps = generate(self.engine, requests, sampling, order=order, slots=slots)
         # `send` raises StopIteration when the engine has finished.
         self._generating += 1
         try:

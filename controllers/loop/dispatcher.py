@@ -290,6 +290,7 @@ class Dispatcher:
         )
         if lease is None:
             return
+        graph_run.forecast(lease)
         arguments: dict[str, Any] = {}
         last = share.last
         if updates:

@@ -309,7 +309,9 @@ class Run:
             self._disk.write(self._directory.flush)
             kept = self._saving.folder.positions
             state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
-            self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
+            forecasts = self.graph_runs.forecasts
+            begin = self._saving.begin_checkpoint
+            self._calls.queue(self._disk.write(lambda: begin(state, forecasts)))
 
     def _state(self, position: Position) -> RunState:
         return RunState(
@@ -322,6 +324,7 @@ class Run:
             evaluated={name: run.closed_at for name, run in self.graph_runs.evaluations.items()},
             stopped=self._train.stopped,
             cursor=self._train.cursor,
+            pending=self._train.pending,
             next_id=self.buffer.ids.next_id,
             next_group=self.buffer.ids.next_group,
             settings=self._spec.recorded[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -25,10 +26,11 @@ from ..gateway_process import GatewayProcess
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
 from ..ranks.row_io import num_tokens
-from ..recovery.checkpoints import has_state
+from ..recovery.checkpoints import has_state, read_forecasts
 from ..recovery.resume import ResumePoint
 from ..reports.progress import Progress
 from ..run_spec import RunHistory, RunSpec
+from ..schedule import Synchronous
 from .recording import with_recording
 from .run import Run
 
@@ -239,12 +241,23 @@ def _graph_runs(
     for name in spec.evaluations:
         graph, ledger, source = graphs[name], buffer.ledgers[name], sources[name]
         rest = Cursor().rest(positions(len(source), 0, shuffle=False), ledger.prompts_issued)
-        run = EvaluationRun(name, graph, ledger, rest, _num_tokens(graph, source))
+        run = EvaluationRun(
+            name,
+            graph,
+            ledger,
+            rest,
+            _num_tokens(graph, source),
+            longest_first=not spec.schedule.overlaps,
+        )
         if point is not None:
             _give_up(run, history)
             run.closed_at = point.state.evaluated.get(name, -1)
         evaluations[name] = run
-    return GraphRuns(_training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point), evaluations)
+    train = _training_run(spec, graphs[TRAIN], buffer, sources[TRAIN], point)
+    found = GraphRuns(train, evaluations)
+    if point is not None and not point.from_first_row:
+        found.restore_forecasts(read_forecasts(point.path))
+    return found
 
 
 def _training_run(
@@ -253,11 +266,24 @@ def _training_run(
     ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
     cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
     order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
-    rest = cursor.rest(order, ledger.prompts_issued)
-    steps = spec.schedule.steps
+    pending = point.state.pending if point is not None and point.with_rows else ()
+    rest = cursor.rest(order, ledger.prompts_issued + len(pending))
+    if point is not None and not point.with_rows:  # the cursor has the pending rows, in their order
+        pending = tuple(itertools.islice(rest, len(cursor.again)))
+    schedule = spec.schedule
     train = TrainingRun(
-        TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor
+        TRAIN,
+        graph,
+        ledger,
+        rest,
+        _num_tokens(graph, source),
+        longest_first=schedule.longest_first,
+        steps=schedule.steps,
+        start=cursor,
     )
+    if isinstance(schedule, Synchronous):
+        rounds = schedule.rounds
+        train.sort_rounds(rounds * schedule.prompts_per_step if rounds > 1 else 1, pending)
     if point is not None:
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0

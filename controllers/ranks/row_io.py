@@ -20,6 +20,7 @@ from ...dataflow.buffer.staleness import row_versions
 from ...dataflow.column import (
     CHOSEN_IDS,
     DRAW_PATH,
+    EXPECTED_TOKENS,
     GROUP_ID,
     MADE_BEFORE,
     PARENT_ID,
@@ -88,6 +89,8 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
         columns[str(DRAW_PATH)] = rows.draws
     if rows.made is not None and str(MADE_BEFORE) in rows.operation.may_read:
         columns[str(MADE_BEFORE)] = rows.made
+    if rows.expected is not None:
+        columns[str(EXPECTED_TOKENS)] = rows.expected
     of_file: dict[str, Any] = {}
     for piece in rows.pieces:
         read = [reader.read(s) for s in piece.segments]

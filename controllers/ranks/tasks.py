@@ -43,6 +43,8 @@ class RowTask:
     """The column `draw_path`, for operations that read it."""
     made: Sequence[Sequence[int]] | None = None
     """For each row, numbers of rows made from it earlier (EXPAND only), or None."""
+    expected: np.ndarray | None = None
+    """The column `expected_tokens`, for operations that read it, or None."""
     version_of: VersionOf = "oldest_token"
     """How to compute the versions of generated rows."""
 

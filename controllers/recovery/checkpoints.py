@@ -2,6 +2,7 @@
 
     runs/NAME/checkpoints/step_000012/
         run.json        `RunState`: step, policy versions, position in the log
+        forecasts.npz   forecasts of response lengths (`../forecast.py`)
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files
 
@@ -18,8 +19,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import Field
 
 from ...dataflow.config import Config
@@ -28,7 +31,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, Disk, make_folder, remove, set_aside
 from ...dataflow.runs.log import Position
 from ...dataflow.runs.manifest import write_manifest
-from ...dataflow.safe_files import read_json
+from ...dataflow.safe_files import open_file, read_json
 from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
@@ -38,6 +41,7 @@ from ...workers.worker import dispatch_of
 
 
 RUN = "run.json"
+FORECASTS = "forecasts.npz"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class RunState:
     """Whether the run was stopped before the end of its schedule."""
     cursor: Cursor = field(default_factory=Cursor)
     """Place in the training data. With the next two fields, enough to resume without the log."""
+    pending: tuple[int, ...] = ()
+    """Source rows whose order in `rounds` is fixed, and that are not issued yet."""
     next_id: int = 0
     """First free sample id."""
     next_group: int = 0
@@ -75,8 +81,17 @@ class RunState:
         read = {
             "position": Position(**fields["position"]),
             "cursor": Cursor(cursor["issued"], tuple(cursor["again"])),
+            "pending": tuple(fields.get("pending", ())),
         }
         return cls(**{**fields, **read})
+
+
+def read_forecasts(folder: Path) -> dict[str, np.ndarray]:
+    """Return the forecasts in a checkpoint's folder; empty if it has none."""
+    if not (folder / FORECASTS).exists():
+        return {}
+    with open_file(folder / FORECASTS) as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 # Checkpoints
@@ -160,7 +175,9 @@ class CheckpointFolder:
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
-    def make_unfinished(self, state: RunState) -> Path:
+    def make_unfinished(
+        self, state: RunState, forecasts: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> Path:
         """Make the folder of an unfinished checkpoint, with the driver's state. Raises OSError if a
         write failed, for example on a full disk; the caller may try again."""
         path = self.unfinished(state.step)
@@ -168,6 +185,8 @@ class CheckpointFolder:
         make_folder(self.path)
         make_folder(path)
         (path / RUN).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        if forecasts:
+            np.savez(path / FORECASTS, **forecasts)  # pyright: ignore[reportArgumentType]
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:

@@ -49,12 +49,19 @@ class LogNormal(Config):
     """[nats] Standard deviation of the length's logarithm. Raise it for a longer tail."""
     max_tokens: int = Field(ge=1)
     """[tokens] Required. Maximum response length, `Sampling.max_tokens`."""
+    prompt_share: float = Field(default=0.0, ge=0, le=1)
+    """[share] Share of the variance of the length's logarithm that depends on the prompt alone, the
+    same in all epochs. Set it to that of your task's samples to see how much forecasts help."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""
         # The mean of a log-normal is exp(mu + sigma^2 / 2).
         mean = math.log(self.mean) - self.sigma**2 / 2
-        drawn = np.random.default_rng(key).lognormal(mean, self.sigma, n)
+        if self.prompt_share:
+            of_prompt = np.random.default_rng([*key[:2], position]).standard_normal()
+            mean += self.sigma * math.sqrt(self.prompt_share) * of_prompt
+        sigma = self.sigma * math.sqrt(1 - self.prompt_share)
+        drawn = np.random.default_rng(key).lognormal(mean, sigma, n)
         return np.clip(np.rint(drawn), 1, self.max_tokens).astype(np.int64)
 
 

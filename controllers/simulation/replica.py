@@ -16,6 +16,7 @@ from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.metrics import Mean, Metrics, Sum
+from ...workers.generation.longest_first import LongestFirst
 from ..group import Call
 from ..ranks.executor import CallOrder
 from ..ranks.tasks import Reply, RowTask, Task
@@ -60,6 +61,8 @@ class Generating:
     """[prompts] number of unfinished responses."""
     versions: list[np.ndarray] = field(init=False)
     """[prompts] of [n] versions of the responses (`row_versions`). A response is one turn."""
+    queue: LongestFirst[tuple[int, int]] = field(init=False)
+    """(prompt, response number) of responses that wait for the batch."""
     open_prompts: int = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, response number) of finished responses that the batching delay holds back
@@ -74,6 +77,11 @@ class Generating:
             for own, made in zip(self.lengths, self.rows.made or [()] * len(self.lengths), strict=True)
         ]
         self.left = [len(own) for own in self.to_make]
+        pairs = [[(k, index) for index in own] for k, own in enumerate(self.to_make)]
+        if self.rows.expected is None:
+            self.queue = LongestFirst([[pair for own in pairs for pair in own]])
+        else:
+            self.queue = LongestFirst(pairs, self.rows.expected)
         self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
         self.open_prompts = sum(number > 0 for number in self.left)
 
@@ -118,8 +126,8 @@ class Replica:
         self._running: list[tuple[int, int, int, Generating, int, int]] = []
         """Heap of responses in the batch: (last step, order, steps made before the first, call,
         prompt, response number)."""
-        self._waiting: deque[tuple[Generating, int, int]] = deque()
-        """(call, prompt, response number) of responses that queue for the batch."""
+        self._waiting: deque[Generating] = deque()
+        """Calls with responses that wait for the batch."""
         self._due_s = math.inf
         """[s] Time when the first delayed responses are published."""
         self._gathering: dict[Generating, None] = {}
@@ -153,7 +161,7 @@ class Replica:
         self._reach_boundary(at)
         self._calls.add(call)
         if isinstance(call, Generating):
-            self._waiting.extend((call, k, i) for k, own in enumerate(call.to_make) for i in own)
+            self._waiting.append(call)
             if not call.open_prompts:
                 self._finish(call, at)
             self._admit()
@@ -169,7 +177,7 @@ class Replica:
         over = {k for k, id in enumerate(call.rows.ids.tolist()) if parents is None or id in parents}
         self._running = [r for r in self._running if r[3] is not call or r[4] not in over]
         heapq.heapify(self._running)
-        self._waiting = deque(w for w in self._waiting if w[0] is not call or w[1] not in over)
+        call.queue.drop(lambda response: response[0] in over)
         if call.ended:
             self._publish(call, at)
         for k in over:
@@ -200,6 +208,7 @@ class Replica:
             token = 0 if isinstance(counts, str) else int(counts * call.lengths[k][index])
             call.versions[k][index] = self._versions[bisect_right(self._changes, first + token) - 1]
             call.left[k] -= 1
+            call.queue.finish((k, index), int(call.lengths[k][index]))
             ended.setdefault(call, []).append((k, index))
         for call, responses in ended.items():
             self._gather(call, sorted(responses))
@@ -210,7 +219,11 @@ class Replica:
         if isinstance(self._calls.next, Work) or self.cost is None:
             return
         while self._waiting and len(self._running) < self._max_num_seqs:
-            call, k, index = self._waiting.popleft()
+            call = self._waiting[0]
+            if not call.queue:
+                self._waiting.popleft()
+                continue
+            k, index = call.queue.take(self._steps)
             # Prefill a prompt once, with its first response.
             if index == call.to_make[k][0]:
                 self.at += self.cost.prefill_s * call.prompt_tokens[k]

@@ -119,6 +119,25 @@ Written: TypeAlias = Segment | Spread | None
 
 # Leases
 
+
+class Forecast(NamedTuple):
+    """Expected lengths of the rows that a node makes from each row of a lease."""
+
+    tokens: np.ndarray
+    """[rows] float64 whole tokens; all NaN if the node has made no rows yet."""
+    observed: np.ndarray
+    """[rows] bool: whether earlier rows of the same source row are known."""
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(np.isnan(self.tokens).any())
+
+    @property
+    def of_observed(self) -> np.ndarray:
+        """[rows] float32 `tokens`, but NaN for rows that are not observed."""
+        return np.where(self.observed, self.tokens, np.nan).astype(np.float32)
+
+
 Taken: TypeAlias = tuple[Group, int, int, Sequence[int]]
 """Rows of one group in a lease: group, level, mask of the rows, and places in order of id."""
 
@@ -149,6 +168,8 @@ class Lease:
     staged: list[tuple[list[int], Published, Segment | None]] = field(default_factory=list)
     """Results of a node that takes groups: ids of the input rows, report, and segment. They take
     effect when the lease is finished."""
+    forecast: Forecast | None = None
+    """Balances and orders generation, if the schedule asks for it."""
 
     @classmethod
     def of(cls, token: int, node: Node, taken: Iterable[tuple[Group, int]], **others: Any) -> Lease:
@@ -183,6 +204,16 @@ class Lease:
     @cached_property
     def row_of(self) -> dict[int, Row]:
         return dict(zip(self.ids.tolist(), self.rows, strict=True))
+
+    @cached_property
+    def place_of(self) -> dict[int, int]:
+        """Sample id -> index of its row."""
+        return {id: place for place, id in enumerate(self.ids.tolist())}
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """[rows] int64 position of each row's source row."""
+        return self.of_groups([group.position for group in self.groups])
 
     @property
     def groups(self) -> list[Group]:
@@ -425,7 +456,7 @@ def column_pieces(
         if writer:
             keys, parts = _written_parts(graph, lease, writer)
         else:
-            keys, parts = lease.of_groups([group.position for group in lease.groups]), []
+            keys, parts = lease.positions, []
         ordered = keys[index]
         for share, own in zip(shares, pieces, strict=True):
             end = begin + len(share)

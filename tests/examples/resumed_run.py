@@ -21,6 +21,8 @@ class Settings(weft.Config):
     engine: Literal["transformers", "vllm"]
     resume: str = "none"
     steps: int = 3
+    replicas: int = 1
+    """More than one: these rollout ranks under Ray, each with few slots, and only eight prompts."""
 
 
 def main(settings: Settings) -> None:
@@ -28,13 +30,19 @@ def main(settings: Settings) -> None:
     task = arithmetic.prepare(settings.root, 0, small=True)
     model = str(task / "model")
     actor = weft.group(weft.ActorWorker, model=model, learning_rate=1e-3)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.engine)
+    many = settings.replicas > 1
+    rollout = weft.group(
+        weft.RolloutWorker, model=model, engine=settings.engine, max_num_seqs=8 if many else 256
+    )
     reward = weft.group(weft.RewardWorker, function=arithmetic.right_digits, tokenizer=model)
     reference = weft.group(weft.MovingReferenceWorker, model=model, mix=0.3)
     rollout.follows(actor)
     reference.follows(actor, every=2)
     prompts = weft.Prompts.read(task / "train.parquet", model)
     held_out = weft.Prompts.read(task / "held_out.parquet", model)
+    if many:
+        first = {str(row["prompt"]) for row in prompts.table.slice(0, 8).to_pylist()}
+        prompts = prompts.filter(lambda row: str(row["prompt"]) in first)
     sampling = weft.Sampling(max_tokens=4)
     training = grpo(
         prompts,
@@ -53,6 +61,10 @@ def main(settings: Settings) -> None:
         training,
         schedule=weft.Synchronous(steps=settings.steps, prompts_per_step=8),
         evaluations=[weft.Evaluation(accuracy, every=2)],
+        placement={"rollout": weft.Place(weft.ResourcePool("generating", cpus=2), settings.replicas)}
+        if many
+        else None,
+        backend=weft.RayBackend() if many else weft.Local(),
         root=settings.root,
         name=settings.name,
         checkpoint=weft.CheckpointConfig(every=1),

@@ -39,15 +39,28 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_a_run_that_was_killed_ends_with_the_same_bits(root: Path, engine: str, steps: list[int]):
-    unbroken = root / f"whole-{engine}-{steps[0]}"
-    start(root, engine, unbroken.name).finish()
+    check_kills(root, engine, steps, replicas=1)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_killed_run_with_two_replicas_generates_the_same_batches(root: Path):
+    metrics = check_kills(root, "transformers", [2], replicas=2)
+    assert metrics[3]["rollout/forecast_error"] < 1
+
+
+def check_kills(root: Path, engine: str, steps: list[int], replicas: int) -> list[dict[str, Any]]:
+    unbroken = root / f"whole-{engine}-{replicas}-{steps[0]}"
+    more = ("--replicas", str(replicas))
+    start(root, engine, unbroken.name, *more).finish()
     before = load_file(root / "arithmetic-0-small" / "model" / "model.safetensors")
     whole = load_file(unbroken / "model" / "model.safetensors")
     assert not all(torch.equal(before[key], whole[key]) for key in before), "it learns something"
     for step in steps:
-        name = f"killed-{engine}-{step}"
-        start(root, engine, name).kill_when(root / name / "checkpoints" / f"step_{step:06d}")
-        said = start(root, engine, name, "--resume", "latest").finish()
+        name = f"killed-{engine}-{replicas}-{step}"
+        killed = start(root, engine, name, *more)
+        killed.kill_when(root / name / "checkpoints" / f"step_{step:06d}")
+        said = start(root, engine, name, *more, "--resume", "latest").finish()
         assert "goes on after step" in said
         resumed = load_file(root / name / "model" / "model.safetensors")
         assert all(torch.equal(whole[key], resumed[key]) for key in whole)
@@ -59,3 +72,4 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(root: Path, engine: str, 
     saved = unbroken / "checkpoints" / "step_000003" / "actor" / "model"
     loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)
+    return metrics(unbroken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError
 from ...dataflow.prompts.tokenizer import Tokenizer
+from .longest_first import LongestFirst
 
 if TYPE_CHECKING:
     from ...resharding.weights import Weights
@@ -207,21 +209,43 @@ Responses = Generator[list[Response], Collection[int] | None, None]
 
 
 def generate(
-    engine: GenerationEngine, requests: Sequence[GenerationRequest], sampling: Sampling
+    engine: GenerationEngine,
+    requests: Sequence[GenerationRequest],
+    sampling: Sampling,
+    *,
+    order: LongestFirst[int] | None = None,
+    slots: int | None = None,
 ) -> Responses:
     """Sample one response to each request. After each decoding step, yield the list of responses
     that finished in it, which may be empty.
 
-    Submits all requests before the first step. Several generators may be open at once. Closing one
-    aborts its unfinished requests; sending it `request_id`s aborts those. Raises the errors of
-    `submit` and `step`.
+    Submits all requests before the first step, or as many as `slots`, and then others as these
+    finish. Several generators may be open at once. Closing one aborts its unfinished requests;
+    sending it `request_id`s aborts those. Raises the errors of `submit` and `step`.
+
+    Args:
+        order: a queue of the indexes of all requests. Default: in order.
+        slots: the largest number of unfinished requests. None: no limit.
     """
+    queue = LongestFirst([range(len(requests))]) if order is None else order
+    indexes: dict[int, int] = {}
+    """Ticket -> index of an unfinished request."""
     with closing(Requests(engine)) as own:
-        ids = {own.submit(request, sampling): request.request_id for request in requests}
-        while own.num_unfinished:
-            unwanted = set((yield own.step()) or ())
-            if unwanted:
-                own.abort([ticket for ticket, number in ids.items() if number in unwanted])
+        for step in itertools.count():
+            while queue and (slots is None or own.num_unfinished < slots):
+                index = queue.take(step)
+                indexes[own.submit(requests[index], sampling)] = index
+            if not own.num_unfinished:
+                return
+            finished = own.step()
+            for response in finished:
+                queue.finish(indexes.pop(response.ticket), len(response.token_ids))
+            if unwanted := set((yield finished) or ()):
+                queue.drop(lambda index: requests[index].request_id in unwanted)
+                tickets = [t for t, i in indexes.items() if requests[i].request_id in unwanted]
+                own.abort(tickets)
+                for ticket in tickets:
+                    del indexes[ticket]
 
 
 # Stop strings. All engines share this code, so they all end a response at the same token.

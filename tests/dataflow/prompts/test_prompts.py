@@ -89,6 +89,7 @@ def test_columns_with_names_that_weft_uses_are_kept_by_another(base: Path, qwen:
         "sample_id",
         "draw_path",
         "made_before",
+        "expected_tokens",
         "response_mask",
         "chosen_mask",
         "rejected_mask",
