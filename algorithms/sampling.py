@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from ..dataflow.column import OLD_LOGPROBS, RESPONSE_LOGPROBS
+from ..dataflow.column import KEPT_COUNTS, KEPT_IDS, RESPONSE_LOGPROBS
 from ..dataflow.config import Config
 from ..dataflow.prompts.files import lone_surrogate
 
@@ -18,12 +18,12 @@ LOWEST_TEMPERATURE = 0.01
 class Sampling(Config):
     """Sampling parameters of responses.
 
-    With `top_p`, `top_k` or `min_tokens`, a rollout samples from a part of the distribution, but
-    the trainer computes probabilities for all of it. Their ratio would not compare two policies, so
-    the rollout does not write `response_logprobs`.
+    With `top_p`, `top_k`, `min_p` or `min_tokens`, a rollout samples each token from a part of the
+    vocabulary, its *kept set*. If a trainer reads the rows, they have the kept sets, and the trainer
+    computes probabilities over the same tokens.
 
     >>> Sampling(temperature=0.7).writes, Sampling(top_p=0.9).writes
-    (('response_logprobs',), ())
+    (('response_logprobs',), ('response_logprobs', 'kept_counts', 'kept_ids'))
     """
 
     max_tokens: int = Field(default=64, ge=1, le=100_000_000)
@@ -34,13 +34,18 @@ class Sampling(Config):
     the responses of a group are all alike."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """[share] Sample from the smallest set of tokens whose total probability reaches this share; 1
-    keeps all tokens. Lower it only for evaluations: training then lacks `response_logprobs`."""
+    keeps all tokens. Lower it if unlikely tokens spoil responses; rows then need 4 bytes for each
+    token in the set."""
     top_k: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all tokens. Set it
-    only for evaluations, like `top_p`."""
+    """[tokens] Sample only from this many of the most likely tokens; 0 keeps all tokens. Set it, like
+    `top_p`, if unlikely tokens spoil responses."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """[share] Sample only from tokens with at least this share of the most likely token's probability;
+    0 keeps all tokens. Set it, like `top_p`, if unlikely tokens spoil responses, for example at a
+    high temperature."""
     min_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """[tokens] Minimum length of a response; stop tokens are masked until then. Raise it only for
-    evaluations, like `top_p`."""
+    """[tokens] Minimum length of a response; stop tokens are masked until then. Raise it if responses
+    end too early."""
     stop: tuple[str, ...] | None = ()
     """Stop strings, such as ("</answer>",), in addition to the model's stop tokens. The response
     keeps the tokens that complete a stop string, with their log-probabilities, and rewards see
@@ -76,25 +81,18 @@ class Sampling(Config):
         return self.model_copy(update={"temperature": 0.0})
 
     @property
-    def writes(self) -> tuple[str, ...]:
-        """Columns that this sampling writes but others do not."""
-        return tuple(c for c in (str(RESPONSE_LOGPROBS),) if c not in self.leaves_out)
+    def narrows(self) -> bool:
+        """Whether only the most likely tokens can be sampled. Greedy decoding takes the most likely one
+        in any case, so it counts as the whole distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
-    def leaves_out(self) -> Mapping[str, str]:
-        """Maps each column that this sampling does not write to the reason."""
-        cut = []
-        if self.temperature:  # greedy decoding picks the most likely token, which no truncation removes
-            cut += [f"top_p={self.top_p}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (
-                self.top_k > 0
-            )
-        # With stop=None, `min_tokens` masks nothing.
-        cut += [f"min_tokens={self.min_tokens}"] * (self.min_tokens > 0 and self.stop is not None)
-        if not cut:
-            return {}
-        return {
-            str(
-                RESPONSE_LOGPROBS
-            ): f"with {', '.join(cut)} tokens are drawn from a part of the distribution, and the trainer knows "
-            f"only the whole; sample without, or compare with the trainer's own: PolicyLoss(old={str(OLD_LOGPROBS)!r})"
-        }
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled. With `stop=None`, `min_tokens` masks nothing."""
+        return self.narrows or (self.min_tokens > 0 and self.stop is not None)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Columns that depend on the sampling."""
+        kept = (KEPT_COUNTS, KEPT_IDS) if self.truncates else ()
+        return tuple(map(str, (RESPONSE_LOGPROBS, *kept)))

@@ -1,12 +1,17 @@
 """Training methods and rollout features: how exact and how fast they are.
 
-    python benchmarks/rollouts.py                    # a minute
+    python benchmarks/rollouts.py                    # two minutes
 
 | figure | what it is | wanted |
 |---|---|---|
 | `distillation_gap` | largest divergence of a distilled student from the closed-form optimum on a one-token task, nats | 0.01 |
 | `distillation_gap_top_4` | the same for the teacher's four likeliest tokens | 0.01 |
 | `distillation_gap_before` | the same before the distillation, with all tokens | none |
+| `truncated_gap`, `truncated_gap_largest` | gap between vLLM's and the trainer's log-probabilities, mean and largest, nats: the worst of \
+samples with top-p 0.9, top-k 20, min-p 0.05, and all three | 1e-5, 5e-4 |
+| `truncated_gap_transformers`, `truncated_gap_transformers_largest` | the same for the engine `transformers` | 1e-5, 5e-4 |
+| `truncated_gap_whole` | mean gap if the trainer ignores the kept sets of top-p 0.9 | none |
+| `kept_generation`, `kept_training` | time with kept sets (top-k 20) over the time without: `transformers` generating, an update | none |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -20,8 +25,13 @@ from parts import run_parts
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "rollouts"))
-FIGURES = ("distillation_gap", "distillation_gap_top_4", "distillation_gap_before")
-PARTS = {"distillation": "distilled"}
+FIGURES = (
+    *("distillation_gap", "distillation_gap_top_4", "distillation_gap_before"),
+    *("truncated_gap", "truncated_gap_largest"),
+    *("truncated_gap_transformers", "truncated_gap_transformers_largest"),
+    *("truncated_gap_whole", "kept_generation", "kept_training"),
+)
+PARTS = {"distillation": "distilled", "truncation": "truncated"}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.runs.files import CHECKPOINTS, is_full
 from ..dataflow.source import fingerprint
 from ..workers.actor import agree_on_adapters
+from ..workers.rollout import record_kept_sets
 from .backends.backend import Backend
 from .backends.jobs import resume_of, root_of
 from .backends.local import Local
@@ -425,6 +426,7 @@ def _checked(
     check_best(settings["checkpoint"], evaluations, handles)
     # This changes settings of groups that later checks read.
     agree_on_adapters(handles.values())
+    record_kept_sets(graphs)
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())
     # A placement may name a reserved group that this run does not need, such as the recorder.

@@ -77,6 +77,17 @@ RESPONSE_LOGPROBS = Column(
     "response_logprobs", FLOATS, "[L] nats, under the weights that sampled each token"
 )
 RESPONSE_VERSIONS = Column("response_versions", INTS, "[L] policy version that sampled each token")
+_OF_ROLLOUT = "a rollout makes it with Sampling(top_p=..., top_k=..., min_p=... or min_tokens=...)"
+KEPT_COUNTS = Column(
+    "kept_counts",
+    INTS,
+    "[L] how kept_ids give the kept set of each token, from which it was sampled: n: the next n ids; -n: all tokens but the next n ids; "
+    "0: all tokens, without ids",
+    _OF_ROLLOUT,
+)
+KEPT_IDS = Column(
+    "kept_ids", INTS, "[sum of |kept_counts|] token ids, position by position", _OF_ROLLOUT
+)
 ROUTES = Column(
     "routes",
     ragged(pa.uint16()),
@@ -222,7 +233,8 @@ CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS, MISMATCHED_REFERENCE_LOG
 DESCRIBED: dict[Column, tuple[Column, ...]] = {
     PROMPT_IDS: (ROUTES,),
     RESPONSE_IDS: (
-        *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES, RESPONSE_MASK, TOKEN_REWARDS, VALUES, RETURNS),
+        *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, KEPT_COUNTS, KEPT_IDS, ROUTES, RESPONSE_MASK),
+        *(TOKEN_REWARDS, VALUES, RETURNS),
         *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
         *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
         *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE),
@@ -233,6 +245,9 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
 }
 """Maps a column of token ids to the columns that describe its tokens, their turns or their episode.
 New rows with other tokens do not inherit these columns."""
+
+ON_DEMAND = frozenset((str(KEPT_COUNTS), str(KEPT_IDS)))
+"""Columns that a node writes only if another node of the graph names them."""
 
 KNOWN = {c.name: c for c in list(globals().values()) if isinstance(c, Column)}
 """Maps names to all columns that Weft declares. Users' own columns need no declaration."""

@@ -306,11 +306,6 @@ def _why_missing(column: str, position: int, graph: Graph) -> str:
                     f"{column!r} as well, or read the column before it"
                 )
         return f"which {writer!r} writes on another branch; pass its result, or join the two with |"
-    for node in nodes:
-        for value in node.arguments.values():
-            reasons = getattr(value, "leaves_out", None)
-            if isinstance(reasons, Mapping) and column in reasons:
-                return f"which node {node.name!r} leaves out: {reasons[column]}"
     if column in KNOWN and KNOWN[column].made:
         way = f"; {KNOWN[column].made}"
     else:

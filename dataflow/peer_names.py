@@ -62,6 +62,9 @@ RolloutWorker(max_context=...) | vllm_max_model_length | actor_rollout_ref.rollo
     max_len | rollout_max_context_len | vllm.max_model_len
 Sampling(temperature=...) | temperature | actor_rollout_ref.rollout.temperature | temperature |
     rollout_temperature | gconfig.temperature
+Sampling(top_p=...) | top_p | actor_rollout_ref.rollout.top_p | top_p | rollout_top_p | gconfig.top_p
+Sampling(top_k=...) | top_k | actor_rollout_ref.rollout.top_k | - | rollout_top_k | gconfig.top_k
+Sampling(min_p=...) | min_p | - | - | - | -
 Sampling(stop=...) | - | - | - | rollout_stop | gconfig.stop
 learning_rate | - | actor_rollout_ref.actor.optim.lr actor.lr | actor_learning_rate | lr |
     actor.optimizer.lr

@@ -6,10 +6,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .column import DRAW_PATH, IDENTITY, Column, not_inherited
+from .column import DRAW_PATH, IDENTITY, ON_DEMAND, Column, not_inherited
 from .errors import GraphError, NoSuchNodeError, UserError
 from .graph import SOURCE, Graph, Handle, Node
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape, bind, bind_signature
@@ -180,7 +180,9 @@ class _Trace:
         # Hide a column of the user's file if the node reads the Weft column with the same name.
         own = declaration.weft_columns(given)
         reached = [c for c in rows.writers if not (c in own and rows.is_of_file(c))]
-        optional = reached if ALL_COLUMNS in operation.may_read else operation.may_read
+        optional = operation.may_read
+        if ALL_COLUMNS in optional:
+            optional = [c for c in reached if c not in ON_DEMAND]
         reads = tuple(dict.fromkeys(c for c in (*operation.reads, *optional) if c in reached))
         expands = operation.shape is Shape.EXPAND
         # Only an EXPAND gets a draw path, which seeds its new rows.
@@ -228,7 +230,9 @@ class _Trace:
         return tuple(n for n in dict.fromkeys(waits) if n)
 
     def graph(self) -> Graph:
-        return Graph(self.name, self.source, tuple(self.nodes), dict(self.handles))
+        unread = ON_DEMAND.difference(*(node.reads for node in self.nodes))
+        nodes = (replace(n, writes=tuple(c for c in n.writes if c not in unread)) for n in self.nodes)
+        return Graph(self.name, self.source, tuple(nodes), dict(self.handles))
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Graph]:

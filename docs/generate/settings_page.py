@@ -80,6 +80,7 @@ from weft.workers.training.optimizer import OptimizerConfig
 
 FILLED = {
     "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
+    "RolloutConfig.kept_sets": "a run sets it if a trainer reads kept sets",
     "RecorderConfig.tokenizer": "a run finds it among its groups",
     "Interact.env": "`rollout.interact` sets it",
     "Interact.writes": "`rollout.interact` sets it",

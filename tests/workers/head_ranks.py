@@ -9,18 +9,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from weft.workers.kept_sets import KeptSets
 from weft.workers.training.head_logprobs import HeadForm, head_logprobs, head_top_logprobs
 
 CASES = {
-    "plain": (HeadForm(), 29, False),
-    "soft cap and bias": (HeadForm(softcap=3.0), 29, True),
-    "ranks without rows": (HeadForm(0.5), 2, False),
+    "plain": (HeadForm(), 29, False, False),
+    "soft cap and bias": (HeadForm(softcap=3.0), 29, True, False),
+    "ranks without rows": (HeadForm(0.5), 2, False, False),
+    "kept sets": (HeadForm(), 29, False, True),
+    "kept sets, soft cap and bias": (HeadForm(softcap=3.0), 29, True, True),
+    "kept sets, ranks without rows": (HeadForm(0.5), 2, False, True),
 }
 
 
 def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
     """Return log-probabilities, entropies, all gradients, and the likeliest tokens, gathered."""
-    form, vocabulary, biased = CASES[case]
+    form, vocabulary, biased, truncated = CASES[case]
     torch.manual_seed(0)
     hidden, weight, bias, upstream = (
         torch.randn(*shape, dtype=torch.float64)
@@ -32,6 +36,10 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
         torch.linspace(0.5, 2, 7, dtype=torch.float64),
     )
     targets[0] = targets[0, 0]
+    sets = None
+    if truncated:  # one rank has the first tokens' sets, and all ranks have parts of the last
+        few = torch.arange(vocabulary) < torch.arange(7)[:, None] * 5
+        sets = KeptSets.of_mask(few.scatter(1, targets, True))
     leaves = [
         hidden,
         *(
@@ -47,6 +55,7 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
         targets,
         temperatures,
         form,
+        kept_sets=sets,
         entropy=True,
         chunk=3 * 8 * 10,
     )

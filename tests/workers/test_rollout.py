@@ -19,12 +19,13 @@ from tokenizers.models import WordLevel
 
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import SampleError, UserError
+from weft.dataflow.errors import GenerationError, SampleError, UserError
 from weft.dataflow.metrics import Metrics, Sum, merge
 from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
+from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.models.model_folder import read_model_config, read_stop_tokens
 from weft.workers.node_memory import NodeMemory
@@ -261,14 +262,93 @@ def test_greedy_rows_say_that_their_logprobs_are_undivided(worker: RolloutWorker
     assert batch.numpy("temperature").tolist() == [1.0]
 
 
-def test_samples_of_a_part_of_the_distribution_come_without_logprobs(worker: RolloutWorker) -> None:
-    for sampling in (
-        Sampling(max_tokens=3, top_p=0.9),
-        Sampling(max_tokens=3, top_k=5),
-        Sampling(max_tokens=3, min_tokens=2),
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=9, top_p=0.5),
+        Sampling(max_tokens=9, top_k=5),
+        Sampling(max_tokens=9, min_p=0.6),
+        Sampling(max_tokens=9, top_p=0.9, top_k=20, min_p=0.05, temperature=0.7, min_tokens=2),
+    ],
+    ids=str,
+)
+def test_a_trainer_agrees_with_samples_of_a_part_of_the_distribution(
+    tiny_model: Path, sampling: Sampling
+) -> None:
+    config = RolloutConfig(model=tiny_model, engine="transformers", kept_sets=True)
+    worker, prompts = RolloutWorker(config, Context(seed=5)), prompts_of([3, 5])
+    rows = rows_of(worker.generate(prompts, n=8, sampling=sampling))
+    of_rows = prompts.take(np.searchsorted(prompts.numpy("sample_id"), rows.numpy("parent_id")))
+    rows = rows.with_columns(prompt_ids=of_rows["prompt_ids"])
+    actor = ActorWorker(ActorConfig(model=tiny_model))
+    said = rows.ragged_numpy("response_logprobs")[0]
+    gap = np.abs(actor.logprobs(rows).ragged_numpy("old_logprobs")[0] - said)
+    assert gap.max() <= 5e-4 and gap.mean() <= 1e-5
+    whole = actor.logprobs(rows.select([c for c in rows.columns if not c.startswith("kept")]))
+    assert np.abs(whole.ragged_numpy("old_logprobs")[0] - said).max() > 5e-4
+
+
+def test_kept_sets_are_recorded_only_on_request_and_for_truncated_samples(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    cut, whole = Sampling(max_tokens=3, top_k=5), Sampling(max_tokens=3)
+    recording = RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers", kept_sets=True))
+    for of, sampling, expected in (
+        (worker, cut, False),
+        (recording, cut, True),
+        (recording, whole, False),
     ):
-        batch = rows_of(worker.generate(prompts_of([3]), sampling=sampling))
-        assert "response_logprobs" not in batch and "response_versions" in batch
+        batch = rows_of(of.generate(prompts_of([3]), sampling=sampling))
+        assert ("kept_ids" in batch) == ("kept_counts" in batch) == expected
+        assert "response_logprobs" in batch
+
+
+class Forgetful(RolloutWorker):
+    """Its engine does not record kept sets."""
+
+    def new_engine(self, **settings: Any) -> Any:
+        assert settings.pop("kept_sets")
+        return TransformersEngine(str(self.config.model), **settings)
+
+
+def test_an_engine_without_the_kept_sets_that_a_trainer_reads_is_named(tiny_model: Path) -> None:
+    worker = Forgetful(RolloutConfig(model=tiny_model, engine="transformers", kept_sets=True))
+    assert rows_of(worker.generate(prompts_of([3]), sampling=Sampling(max_tokens=3)))
+    steps = worker.generate(prompts_of([3]), sampling=Sampling(max_tokens=3, top_k=5))
+    with pytest.raises(
+        GenerationError, match=r"TransformersEngine returned no kept_sets .*top_k=5.*trainer"
+    ):
+        list(steps)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (Sampling(top_p=0.9), ""),
+        (
+            Sampling(temperature=0),
+            "node 'generate': .* samples from the whole vocabulary.*refuses greedy",
+        ),
+        (Sampling(min_tokens=4), "samples from the whole vocabulary"),
+        (Sampling(top_k=5, stop=("a",)), r"stop=\('a',\): on a GPU, vLLM cannot return the kept sets"),
+    ],
+    ids=str,
+)
+def test_samplings_whose_kept_sets_vllm_cannot_return_on_a_gpu_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, said: str
+) -> None:
+    model = folder_with(tmp_path / "m")
+    (model / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
+    monkeypatch.setattr(rollouts, "_on_cpu", lambda: False)
+    config = RolloutConfig(model=model, kept_sets=True, max_context=64)
+    sampling = sampling.model_copy(update={"max_tokens": 8})
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    for checked in (config, config.model_copy(update={"kept_sets": False})):
+        if said and checked is config:
+            with pytest.raises(UserError, match=said):
+                check(checked, [3], sampling=sampling)
+        else:
+            check(checked, [3], sampling=sampling)
 
 
 def test_no_prompts_give_no_batches(worker: RolloutWorker) -> None:

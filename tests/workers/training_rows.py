@@ -24,6 +24,26 @@ def make_rows(num_rows: int, seed: int = 0) -> Batch:
     )
 
 
+def with_kept_sets(rows: Batch, vocabulary: int = 97, seed: int = 0) -> Batch:
+    """Add kept sets that have the sampled tokens: a third each of few tokens, of all but a few, and of
+    all."""
+    rng = np.random.default_rng(seed)
+    values, cu_seqlens = rows.ragged_numpy("response_ids")
+    counts, ids = np.zeros(len(values), np.int32), list[np.ndarray]()
+    for token, sampled in enumerate(values.tolist()):
+        others = rng.permutation(np.delete(np.arange(vocabulary), sampled))
+        number = int(rng.integers(0, 8))
+        kind = rng.integers(3)
+        if kind == 0:
+            ids.append(rng.permutation(np.append(others[:number], sampled)))
+            counts[token] = number + 1
+        elif kind == 1:
+            ids.append(others[:number])
+            counts[token] = -number
+    ends = np.concatenate([[0], np.cumsum(np.abs(counts))])[cu_seqlens]
+    return rows.with_columns(kept_counts=(counts, cu_seqlens), kept_ids=(np.concatenate(ids), ends))
+
+
 def make_groups(num_groups: int, prompt_tokens: int, responses: Sequence[int]) -> Batch:
     """Return groups of rows with equal prompts and responses of these lengths, in random order."""
     rng, samples = np.random.default_rng(2), len(responses)

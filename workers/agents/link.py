@@ -30,6 +30,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.buffer.rows import MAX_CHILDREN
 from ...dataflow.errors import GatewayLost
 from ..generation.engine import Response
+from ..kept_sets import KeptSets
 from ..rendezvous import GatewayAddress
 from .harness import HarnessPlan
 from .sessions import SessionRow
@@ -174,7 +175,7 @@ _KNOWN: dict[str, Any] = {
     each.__name__: each
     for each in (
         *(Hello, Open, Sampled, Close, Rest, Sample, Abort, Ended, Play, Stop, Played),
-        *(EpisodeRequest, HarnessPlan, Response, Sampling, SessionRow),
+        *(EpisodeRequest, HarnessPlan, KeptSets, Response, Sampling, SessionRow),
     )
 }
 _LENGTH = struct.Struct("<q")

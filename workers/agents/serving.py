@@ -39,6 +39,7 @@ from ...dataflow.column import (
 from ...dataflow.errors import GatewayLost, GenerationError, SampleError, UserError
 from ...dataflow.metrics import Mean, Metrics, Sum
 from ..generation.engine import GenerationEngine, GenerationRequest, Requests, stable_hash
+from ..kept_sets import kept_columns
 from ..worker import Children
 from .harness import Harness, as_harness
 from .link import (
@@ -324,9 +325,10 @@ def _to_rows(
         ]
     if str(TURN_REWARDS) in harness.writes:
         columns[str(TURN_REWARDS)] = [part for end in ended for part in _turn_rewards(end)]
-    return Batch.of(
-        **{name: column for name, column in columns.items() if name not in sampling.leaves_out}
-    )
+    kept = [row.kept_sets for _, _, row in rows if row.kept_sets is not None]
+    if sampling.truncates and len(kept) == len(rows):
+        columns |= kept_columns(kept)
+    return Batch.of(**columns)
 
 
 def _turn_rewards(end: Ended) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from ...dataflow.errors import UserError
 from ..generation.engine import Response
+from ..kept_sets import KeptSets
 from .failures import ContextFull
 from .messages import Conversation, Message, TurnRequest
 from .rendering import Renderer
@@ -101,6 +102,9 @@ class SessionRow:
     turns: np.ndarray
     """[turns] int32: number of each trained turn in the episode, in the order of the requests."""
     finish_reason: str
+    kept_sets: KeptSets | None = None
+    """The kept sets of the L tokens, whole for given tokens; None if the engine has not recorded
+    them."""
 
 
 class Session:
@@ -318,6 +322,7 @@ def _row(path: Sequence[Turn], left: dict[Turn, int]) -> SessionRow:
     logprobs: list[np.ndarray] = []
     versions: list[np.ndarray] = []
     mask: list[np.ndarray] = []
+    kept: list[KeptSets] = []
     ends: list[int] = []
     own: list[int] = []
     length, reason = 0, ""
@@ -333,6 +338,8 @@ def _row(path: Sequence[Turn], left: dict[Turn, int]) -> SessionRow:
             np.zeros(len(given), np.uint8),
             np.full(len(response.token_ids), is_own, np.uint8),
         ]
+        if response.kept_sets is not None:
+            kept += [KeptSets.whole(len(given)), response.kept_sets]
         length += len(given) + len(response.token_ids)
         if is_own:
             ends.append(length)
@@ -347,6 +354,7 @@ def _row(path: Sequence[Turn], left: dict[Turn, int]) -> SessionRow:
         np.array(ends, np.int32),
         np.array(own, np.int32),
         reason,
+        KeptSets.concat(kept) if kept else None,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...dataflow.lazy import torch
 from ...resharding.weights import mix_bits
+from ..kept_sets import KeptSetsRecord, record_kept_sets
 from .engine import GenerationRequest, Response, StopCheck
 
 if TYPE_CHECKING:
@@ -30,10 +31,13 @@ class SamplingKind:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     min_tokens: int
     stops: np.ndarray
     """Stop tokens."""
     ends: StopCheck | None
+    records_kept: bool
+    """Whether to record the kept set of each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,7 @@ class DecodingRow:
     stream: int
     """Stream of random numbers."""
     routes: list[np.ndarray] = field(default_factory=list)
+    kept_sets: KeptSetsRecord = field(default_factory=KeptSetsRecord)
 
 
 SAMPLED = np.dtype([("token", np.int32), ("logprob", np.float32), ("version", np.int32)])
@@ -139,7 +144,10 @@ class DecodingBatch:
             early = np.flatnonzero(self.lengths[rows] < kind.min_tokens)
             if len(early) and len(kind.stops):
                 own[early[:, None], kind.stops] = -torch.inf
-            tokens[rows], logprobs[rows] = _draw_tokens(own, kind, draws[rows])
+            tokens[rows], logprobs[rows], left = _draw_tokens(own, kind, draws[rows])
+            if kind.records_kept:
+                of_kind = (self.rows[row].kept_sets for row in np.arange(len(self.rows))[rows])
+                record_kept_sets(left > -torch.inf, of_kind)
         self.tokens = tokens
         at = np.arange(len(self.rows)), self.lengths
         self.sampled["token"][at] = found = tokens.cpu().numpy()
@@ -166,6 +174,7 @@ class DecodingBatch:
             versions=sampled["version"].copy(),
             finish_reason="stop" if stopped else "length",
             routes=np.concatenate(row.routes) if row.routes else None,
+            kept_sets=row.kept_sets.sets if row.kind.records_kept else None,
         )
 
 
@@ -223,18 +232,20 @@ def _aligned(parts: Sequence[Tensor], used: int, capacity: int) -> Tensor:
 # Token sampling, with random numbers that depend only on the request
 
 
-def _draw_tokens(logits: Tensor, sampling: SamplingKind, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+def _draw_tokens(
+    logits: Tensor, sampling: SamplingKind, draws: np.ndarray
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row from `logits` [B, V] of any float dtype. `draws` are [B] float32
-    uniform numbers in [0, 1), unused by greedy sampling. Return [B] int64 tokens, and their
-    log-probabilities under the sampling distribution, [B] float32 nats."""
+    uniform numbers in [0, 1), unused by greedy sampling. Return [B] int64 tokens, their
+    log-probabilities under the sampling distribution, [B] float32 nats, and the [B, V] logits of this
+    distribution, -inf outside the kept sets."""
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0], logits
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        logits = _truncate(logits, sampling.top_k, sampling.top_p)
+    logits = _truncate(logits, sampling.top_k, sampling.top_p, sampling.min_p)
     logprobs = logits.log_softmax(-1)
     # Invert the cumulative distribution. Every target is below the total, despite rounding, so the
     # first cumulative value above it belongs to a token with positive probability.
@@ -243,12 +254,19 @@ def _draw_tokens(logits: Tensor, sampling: SamplingKind, draws: np.ndarray) -> t
     targets = torch.from_numpy(draws).to(logits)[:, None] * total
     targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets, right=True)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0], logits
 
 
-def _truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Keep the `top_k` largest logits, and of these the fewest whose probabilities reach `top_p`.
-    Set the rest to -inf."""
+def _truncate(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Set the logits outside the kept sets to -inf. Like vLLM, keep the tokens with at least `min_p` of
+    the likeliest one's probability, then the `top_k` largest logits, and of these the fewest whose
+    probabilities reach `top_p`."""
+    if min_p > 0:
+        probabilities = logits.softmax(-1)
+        unlikely = probabilities < min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(unlikely, -torch.inf)
+    if not top_k and top_p == 1:
+        return logits
     ascending, index = logits.sort(-1)
     if top_k and top_k < logits.shape[-1]:
         threshold = ascending[:, -top_k, None]

@@ -16,6 +16,7 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError
 from ...dataflow.prompts.tokenizer import Tokenizer
+from ..kept_sets import KeptSets
 from .longest_first import LongestFirst
 
 if TYPE_CHECKING:
@@ -59,13 +60,15 @@ class Response:
     """[L] int32 token ids, including the stop token."""
     logprobs: np.ndarray
     """[L] float32 nats under the sampling distribution, which `Sampling` may truncate. Greedy
-    responses use the model's own distribution at temperature 1."""
+    responses use the model's own distribution at temperature 1, without masked stop tokens."""
     versions: np.ndarray
     """[L] int32: the policy version that sampled each token."""
     finish_reason: Literal["stop", "length"]
     routes: np.ndarray | None = None
     """[P + L - 1, layers, k] uint16: the experts of each token; None if the engine does not record
     them."""
+    kept_sets: KeptSets | None = None
+    """The kept sets of the L tokens, if the engine records them and the sampling truncates."""
 
 
 NOT_WHOLE = (

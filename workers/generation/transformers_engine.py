@@ -51,6 +51,7 @@ class TransformersEngine:
             the first update.
         routes: whether to record the experts of each token.
         images: processor of a model that reads images; None for a text model.
+        kept_sets: whether to record the kept sets of truncated samples.
 
     Raises:
         UserError: `transformers` rejects the model, or its experts cannot be recorded.
@@ -67,6 +68,7 @@ class TransformersEngine:
         adapter: Lora | None = None,
         routes: bool = False,
         images: ImageReader | None = None,
+        kept_sets: bool = False,
     ) -> None:
         from transformers import AutoConfig
         from transformers.utils import logging
@@ -108,6 +110,7 @@ class TransformersEngine:
         self._seeds = np.random.default_rng(seed)
         self._routers = self._find_routers(model) if routes else None
         self._images = images
+        self._kept_sets = kept_sets
         self._names: CheckpointNames | None = None
         self._tickets = itertools.count()
         self._kinds: dict[tuple[Any, ...], SamplingKind] = {}
@@ -254,12 +257,20 @@ class TransformersEngine:
 
     def _kind(self, sampling: Sampling, stop_token_ids: tuple[int, ...]) -> SamplingKind:
         """Return the kind of a request, the same object for equal settings."""
-        chosen = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_tokens)
+        chosen = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.min_tokens,
+        )
         key = (*chosen, sampling.stop, stop_token_ids)
         if key not in self._kinds:
             stops = np.union1d(self._stop_tokens, np.array(stop_token_ids, np.int64))
             stops = stops[:0] if sampling.stop is None else stops
-            self._kinds[key] = SamplingKind(*chosen, stops, stop_check_of(sampling, self._model_folder))
+            ends = stop_check_of(sampling, self._model_folder)
+            records_kept = self._kept_sets and sampling.truncates
+            self._kinds[key] = SamplingKind(*chosen, stops, ends, records_kept)
         return self._kinds[key]
 
     def _recompute(self, batch: DecodingBatch) -> DecodingBatch:

@@ -19,6 +19,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
 from ...resharding.weights import Weights
+from ..kept_sets import KeptSets
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
@@ -67,8 +68,9 @@ class _SleepingEngine:
 
 class VllmEngine:
     """`GenerationEngine` for vLLM's `LLMEngine`. Takes the arguments of `TransformersEngine` and
-    `VllmSettings`. Checks that vLLM's image processor gives an image the same tokens as Weft's.
-    Raises a GenerationError if vLLM could not start or cannot record routes."""
+    `VllmSettings`. Checks that vLLM's image processor gives an image the same tokens as Weft's. With
+    `kept_sets`, vLLM's model runner V2 refuses greedy decoding and stop strings. Raises a
+    GenerationError if vLLM could not start or cannot record routes."""
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class VllmEngine:
         adapter: Lora | None = None,
         routes: bool = False,
         images: ImageReader | None = None,
+        kept_sets: bool = False,
     ) -> None:
         self.version = 0
         self._whole = adapter is None
@@ -102,6 +105,7 @@ class VllmEngine:
         on_gpu = torch.cuda.is_available()
         self._routes = routes
         self._images = images
+        self._kept_sets = kept_sets
         self._records_routes = routes and not on_gpu
         """Whether Weft's `weft_record_routes` records routes, rather than vLLM."""
         self._prefix_caching = settings.caches_prefixes(on_gpu, routes)
@@ -127,8 +131,14 @@ class VllmEngine:
             images=images is not None,
         )
         self._engine = _start(
-            arguments, tensor_parallel=settings.tensor_parallel, on_gpu=on_gpu, compile=self._compile
+            arguments,
+            tensor_parallel=settings.tensor_parallel,
+            on_gpu=on_gpu,
+            compile=self._compile,
+            kept_sets=kept_sets,
         )
+        self._masks: bool = self._engine.model_config.return_sampling_mask
+        """Whether vLLM returns the kept sets of all requests."""
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
         self._adapter_request: Any = None
@@ -138,6 +148,8 @@ class VllmEngine:
             self._adapter_request = adapter_request()
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
+        if kept_sets and not self._masks:
+            self._engine.collective_rpc("weft_record_kept_sets")
         if self._records_routes:
             try:
                 self._engine.collective_rpc("weft_record_routes")
@@ -157,6 +169,11 @@ class VllmEngine:
         if largest >= self._vocabulary:  # vLLM checks it only if it has a tokenizer
             raise GenerationError(
                 f"request {request.request_id} has token id {largest}; the model has ids 0 to {self._vocabulary - 1}"
+            )
+        if self._masks and sampling.stop:
+            raise GenerationError(
+                f"request {request.request_id} has stop strings, and vLLM returns the kept sets of responses only if it ends them itself; "
+                "sample without stop, or without top_p, top_k and min_p"
             )
         if self._sleeping is not None:
             self._sleeping.wake()
@@ -184,8 +201,9 @@ class VllmEngine:
         if self._images is not None and len(request.images):
             seen = self._images.read(request.prompt_ids, request.images).ids
         ends = stop_check_of(sampling, self._model_folder)
+        records = self._kept_sets and sampling.truncates
         self._requests[str(ticket)] = _Request(
-            ticket, request.request_id, seen, ends, sampling.min_tokens
+            ticket, request.request_id, seen, ends, sampling.min_tokens, records
         )
         return ticket
 
@@ -256,8 +274,9 @@ class VllmEngine:
         keys = [key for key in map(str, tickets) if key in self._requests]
         if keys:
             self._engine.abort_request(keys)
-            # Discard their routes: the recorder forgets a request only when its routes are taken.
+            # Recorders forget a request only when its notes are taken.
             self._take_routes(keys)
+            self._take_kept_sets(keys)
         for key in keys:
             del self._requests[key]
         self._finished = [one for one in self._finished if one.ticket not in tickets]
@@ -440,6 +459,8 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        from .vllm_worker import RECORDS_KEPT
+
         structure = request.structure
         stops = {*self._stop_tokens, *request.stop_token_ids}
         return SamplingParams(
@@ -447,7 +468,10 @@ class VllmEngine:
             min_tokens=0 if sampling.stop is None else sampling.min_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            # With `return_sampling_mask`, vLLM wants a limit.
+            top_k=sampling.top_k or (self._vocabulary if self._masks else 0),
+            min_p=sampling.min_p,
+            extra_args={RECORDS_KEPT: True} if self._kept_sets and sampling.truncates else None,
             seed=request.seed,
             ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.stop is None else sorted(stops),
@@ -478,12 +502,15 @@ class VllmEngine:
         finished: list[Any] = [
             output for output in outputs if output.finished and output.request_id not in self._scored
         ]
-        taken = self._take_routes([output.request_id for output in finished]) if finished else []
-        ended = [self._requests.pop(output.request_id, None) for output in finished]
-        for output, request, recorded in zip(finished, ended, taken, strict=True):
+        if not finished:
+            return
+        keys = [output.request_id for output in finished]
+        taken, sets = self._take_routes(keys), self._take_kept_sets(keys)
+        ended = [self._requests.pop(key, None) for key in keys]
+        for output, request, recorded, kept in zip(finished, ended, taken, sets, strict=True):
             if request is not None:
                 routes = recorded if self._records_routes else output.outputs[0].routed_experts
-                self._finished.append(self._response(output, request, routes))
+                self._finished.append(self._response(output, request, routes, kept))
 
     def _drain(self) -> None:
         """Finish the steps that vLLM has started but not returned, and start no other. Their tokens
@@ -516,6 +543,7 @@ class VllmEngine:
             return
         self._engine.abort_request([output.request_id])
         del self._requests[output.request_id]
+        (kept,) = self._take_kept_sets([output.request_id])
         self._finished.append(
             Response(
                 ticket=request.ticket,
@@ -524,6 +552,7 @@ class VllmEngine:
                 logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
                 versions=np.asarray(request.versions, dtype=np.int32),
                 finish_reason="stop",
+                kept_sets=_checked_sets(kept, request, len(token_ids)),
             )
         )
 
@@ -533,7 +562,19 @@ class VllmEngine:
             return [None] * len(keys)
         return self._engine.collective_rpc("weft_take_routes", args=(keys,))[0]
 
-    def _response(self, output: RequestOutput, request: _Request, routes: np.ndarray | None) -> Response:
+    def _take_kept_sets(self, keys: list[str]) -> list[KeptSets | None]:
+        """Return the recorded kept sets of these ending requests; None for one without any."""
+        if self._masks or not self._kept_sets:
+            return [None] * len(keys)
+        return self._engine.collective_rpc("weft_take_kept_sets", args=(keys,))[0]
+
+    def _response(
+        self,
+        output: RequestOutput,
+        request: _Request,
+        routes: np.ndarray | None,
+        kept: KeptSets | None,
+    ) -> Response:
         own, request_id = request.seen_prompt, request.request_id
         if own is not None and not np.array_equal(own, output.prompt_token_ids or ()):
             raise GenerationError(
@@ -541,15 +582,22 @@ class VllmEngine:
                 "tokens in a prompt with images, but the processor in the model's folder "
                 f"makes {len(own)} different ones"
             )
+        mask = output.outputs[0].sampling_mask
+        if request.records_kept and mask is not None:
+            kept = KeptSets.of_lists(mask.token_ids, self._vocabulary)
+        response = replace(
+            _response(output, request),
+            kept_sets=_checked_sets(kept, request, len(output.outputs[0].token_ids)),
+        )
         if not self._routes:
-            return _response(output, request)
+            return response
         computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
         if routes is None or len(routes) != computed:
             found = "none" if routes is None else str(len(routes))
             raise GenerationError(
                 f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens"
             )
-        return replace(_response(output, request), routes=routes.astype(np.uint16))
+        return replace(response, routes=routes.astype(np.uint16))
 
 
 @dataclass
@@ -560,6 +608,8 @@ class _Request:
     """Prompt tokens including those of images; None if there are no images."""
     ends: StopCheck | None
     min_tokens: int
+    records_kept: bool
+    """Whether the response has kept sets."""
     versions: list[int] = field(default_factory=list)
     """The version that sampled each token; recorded only with stop strings."""
 
@@ -590,6 +640,19 @@ def _response(output: RequestOutput, request: _Request) -> Response:
     )
 
 
+def _checked_sets(kept: KeptSets | None, request: _Request, length: int) -> KeptSets | None:
+    """Return the kept sets of a response with `length` tokens, or None for a request without any.
+    Raises a GenerationError if vLLM did not give one for each token."""
+    if not request.records_kept:
+        return None
+    if kept is None or len(kept.counts) != length:
+        found = 0 if kept is None else len(kept.counts)
+        raise GenerationError(
+            f"request {request.request_id}: vLLM gave the kept sets of {found} of {length} tokens"
+        )
+    return kept
+
+
 def _likeliest(flat: Any, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probabilities and ids of the k likeliest tokens, [number, k] each, at the last
     positions of vLLM's flat result."""
@@ -605,7 +668,9 @@ def _version_name(version: int) -> str:
     return f"v{version}"
 
 
-def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool) -> LLMEngine:
+def _start(
+    arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, compile: bool, kept_sets: bool
+) -> LLMEngine:
     """Start vLLM's engine, then restore the process state that vLLM has changed."""
     import torch
 
@@ -637,9 +702,14 @@ def _start(arguments: dict[str, Any], *, tensor_parallel: int, on_gpu: bool, com
         with _environment(for_children), quiet, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from vllm.engine.arg_utils import EngineArgs
+            from vllm.triton_utils import HAS_TRITON
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            chosen = EngineArgs(**arguments)
+            # vLLM's model runner V2, which needs Triton, returns kept sets itself.
+            if kept_sets and HAS_TRITON and chosen.create_engine_config().use_v2_model_runner:
+                chosen.return_sampling_mask = True
+            return LLMEngine.from_engine_args(chosen)
     except Exception as error:
         raise GenerationError(f"vLLM could not start: {type(error).__name__}: {error}") from error
     finally:

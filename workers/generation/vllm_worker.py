@@ -1,4 +1,5 @@
-"""Weft inside vLLM's worker processes: receives weights and adapters, and records tokens' experts.
+"""Weft inside vLLM's worker processes: receives weights and adapters, and records tokens' experts and
+kept sets.
 
 vLLM imports this module in each of its processes, because `VllmSettings` names `WorkerExtension`.
 The import also registers the weight receiver, so ranks that share a model need no plugin.
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ from ...resharding.weights import (
     Weights,
     whole,
 )
+from ..kept_sets import KeptSets, KeptSetsRecord, record_kept_sets
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -451,9 +455,47 @@ class _RouteRecorder:
     def take_routes(self, requests: Iterable[str]) -> list[np.ndarray | None]:
         """Return and forget the routes of each request, [tokens, layers, k], or None for a request
         without tokens. `requests` are names in vLLM."""
-        by_name = {name.rpartition("-")[0]: name for name in self._noted}  # vLLM adds a number
-        found = [self._noted.pop(by_name.get(request, ""), _Noted()).chunks for request in requests]
+        found = [noted.chunks if noted else None for noted in _taken(self._noted, requests)]
         return [np.concatenate(chunks) if chunks else None for chunks in found]
+
+
+# Kept sets on a CPU. On GPUs, vLLM returns them (`return_sampling_mask`) through its newer model
+# runner. The log-probabilities of the older runner's sampler are -inf outside the sets.
+
+
+class _KeptSetsRecorder:
+    """Replaces `sample` of the sampler of vLLM's model runner, to record the kept sets of requests
+    that ask for them (`RECORDS_KEPT`)."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner, self._sample = model_runner, model_runner.sampler.sample
+        self._noted: dict[str, KeptSetsRecord] = {}
+        model_runner.sampler.sample = self._sample_and_note
+
+    def _sample_and_note(self, *arguments: Any, **named: Any) -> Any:
+        sampled, logprobs = self._sample(*arguments, **named)
+        wanting: dict[str, int] = {}
+        for row, name in enumerate(self._runner.input_batch.req_ids):
+            if (self._runner.requests[name].sampling_params.extra_args or {}).get(RECORDS_KEPT):
+                wanting[name] = row
+        if wanting:
+            records = [self._noted.setdefault(name, KeptSetsRecord()) for name in wanting]
+            record_kept_sets(logprobs[[*wanting.values()]] > -torch.inf, records)
+        return sampled, logprobs
+
+    def take(self, requests: Iterable[str]) -> list[KeptSets | None]:
+        """Return and forget the kept sets of each request, or None for a request without any."""
+        return [record and record.sets for record in _taken(self._noted, requests)]
+
+
+RECORDS_KEPT = "weft_records_kept"
+"""Extra argument of requests whose kept sets are recorded."""
+
+
+def _taken(noted: dict[str, T], requests: Iterable[str]) -> list[T | None]:
+    """Remove the notes of these requests, which are named without the number that vLLM adds."""
+    by_name = {name.rpartition("-")[0]: name for name in noted}
+    return [noted.pop(by_name.get(request, ""), None) for request in requests]
 
 
 class WorkerExtension:
@@ -468,6 +510,7 @@ class WorkerExtension:
     _weight_update_active: bool
     _weft_backends: _VllmBackends | None = None
     _weft_routes: _RouteRecorder | None = None
+    _weft_kept_sets: _KeptSetsRecorder | None = None
 
     @property
     def _weft_receiver(self) -> _BucketReceiver:
@@ -518,6 +561,13 @@ class WorkerExtension:
     def weft_take_routes(self, requests: Sequence[str]) -> list[np.ndarray | None]:
         assert self._weft_routes is not None
         return self._weft_routes.take_routes(requests)
+
+    def weft_record_kept_sets(self) -> None:
+        if self.rank == 0:  # all ranks sample the same
+            self._weft_kept_sets = _KeptSetsRecorder(self.model_runner)
+
+    def weft_take_kept_sets(self, requests: Sequence[str]) -> list[KeptSets | None]:
+        return [] if self._weft_kept_sets is None else self._weft_kept_sets.take(requests)
 
     def weft_weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())

@@ -241,7 +241,11 @@ class OptimizerStep:
 
 class TrainingEngine(Protocol):
     """A model on the ranks of one group. Every method is collective: all ranks call it at the same
-    time, each with the rows of its replica."""
+    time, each with the rows of its replica.
+
+    If rows have kept sets, log-probabilities, entropies and gradients cover only these tokens
+    (`Microbatches.kept_sets`). Set `reads_kept_sets = True` on a class that supports this.
+    """
 
     @property
     def coordinates(self) -> Coordinates:

@@ -90,6 +90,8 @@ class FsdpEngine:
     """Whether a microbatch computes a prompt once for all its rows (`Worker.shares_prompts`)."""
     averages = True
     """Whether the engine supports `MovingReferenceConfig.mix`."""
+    reads_kept_sets = True
+    """Whether probabilities are those over the kept sets of the rows (`EngineWorker.check`)."""
 
     def __init__(
         self,
@@ -346,7 +348,7 @@ class FsdpEngine:
             with routers.watched(self.device) as tally, torch.no_grad(), self._sharded.precision():
                 for part in plan:
                     self.context.advance()
-                    ids, packed, read, targets, heat = rows.inputs(part)
+                    ids, packed, read, targets, heat, _ = rows.inputs(part)
                     self.model(ids, packed, read[:1], targets[:1], None if heat is None else heat[:1])
             self._sharded.reshard()
             tally.add_up(self._sharded.add_up)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +23,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..kept_sets import KeptSets
 from .memory import KEPT_BYTES, head_chunk_bytes
+from .packed_sequences import to_device
 from .sharding import box_of
 
 _CACHED = 2**17
 """Number of logits that fit into a CPU's cache for several operations in a row."""
+_EXCLUDED = -1e9
+"""Logit outside a kept set while the largest kept logit is unknown."""
+_BELOW = 80.0
+"""Distance of logits outside a kept set from its largest one. Their sum is too small to change a sum of
+probabilities, but exp is fast: with results below 1e-38, it takes ten times as long on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +65,14 @@ def head_logprobs(
     temperatures: Tensor | None,
     form: HeadForm = HeadForm(),
     *,
+    kept_sets: KeptSets | None = None,
     entropy: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies of softmax(z / temperature), one chunk at a time.
+
+    With kept sets K, probabilities are exp(z_v / temperature) / sum over u in K, and 0 outside K,
+    where logits get no gradient ("keep sampling mask", DeepSeek-V3.2, arXiv:2512.02556).
 
     Soft cap, scaling and sums use float32 (float64 for float64 hidden states). Half-precision
     products accumulate in float32; a CPU then rounds them to half precision, a GPU does not.
@@ -73,6 +85,7 @@ def head_logprobs(
         bias: [vocabulary], with a gradient and split like `weight`, or None.
         targets: [T] int64, or [T, m] for m tokens at each position.
         temperatures: [T] float32 without a gradient, or None for 1.
+        kept_sets: the kept sets of the T tokens, which have the targets; None for the whole vocabulary.
         entropy: whether entropies get a gradient. If not, only passes with gradients return them,
             because they cost little there.
         chunk: bytes of logits to compute at once; None selects a default for the device.
@@ -85,7 +98,7 @@ def head_logprobs(
     trains = torch.is_grad_enabled()
     scales = None if temperatures is None else temperatures.reciprocal()
     chunk = chunk_bytes(hidden.device) if chunk is None else chunk
-    how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk)
+    how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk, kept_sets)
     logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
     return logprobs, entropies if how.entropies else None
 
@@ -158,6 +171,7 @@ class _How:
     entropy: bool
     chunk: int
     """[bytes] Logits to compute at once."""
+    kept_sets: KeptSets | None = None
 
     @property
     def keeps_exponentials(self) -> bool:
@@ -253,7 +267,8 @@ class _Chunks:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, how: _How
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.scales, self.form = scales, how.form
+        self.scales, self.form, self._sets = scales, how.form, how.kept_sets
+        self._first = 0 if how.shards is None else how.shards.first
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         row = self.dtype.itemsize * max(1, len(weight))
         self.kept = how.trains and row * len(hidden) <= KEPT_BYTES
@@ -267,8 +282,8 @@ class _Chunks:
             yield slice(start, min(start + self._size, len(self.hidden)))
 
     def logits(self, part: slice) -> Tensor:
-        """Return [t, vocabulary] logits divided by the temperatures; the next call overwrites
-        them."""
+        """Return [t, vocabulary] logits divided by the temperatures, far below the others outside kept
+        sets; the next call overwrites them."""
         hidden, number = self.hidden[part], part.stop - part.start
         out = self._buffer("logits", number, self.dtype)
         if hidden.dtype == self.dtype:
@@ -281,7 +296,11 @@ class _Chunks:
         if self.bias is not None:
             out += self.bias
         self.form.logits(out)
-        return out if self.scales is None else out.mul_(self.scales[part, None])
+        if self.scales is not None:
+            out.mul_(self.scales[part, None])
+        if self._sets is not None and len(self.weight):
+            _exclude_others(out, self._sets[part], self._first)
+        return out
 
     def slopes(self, logits: Tensor, part: slice) -> Tensor | None:
         """Return the soft cap's derivative, 1 - tanh^2, [t, vocabulary]; None without a cap."""
@@ -301,6 +320,8 @@ class _Chunks:
             gradient *= self.form.factor
         if self.scales is not None:
             gradient *= self.scales[part, None]
+        if self._sets is not None:
+            _Places.of(self._sets[part], self._first, gradient).fill(gradient, gradient.new_zeros(()))
 
     def add_gradients(
         self,
@@ -338,6 +359,45 @@ def chunk_bytes(device: torch.device) -> int:
     return head_chunk_bytes(
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where to find the ids of T kept sets in a tensor with a column for each token id of this rank."""
+
+    listed: Tensor
+    """[sets] int64 rows of the sets that are stored as the ids of their tokens."""
+    rows: Tensor
+    """[ids] int64."""
+    columns: Tensor
+    """[ids] int64."""
+    keeps: Tensor
+    """[ids] bool: whether the token is in the set."""
+
+    @classmethod
+    def of(cls, sets: KeptSets, first: int, like: Tensor) -> _Places:
+        """Find the places in [T, size] `like`, whose columns are the token ids from `first`."""
+        lists_kept = sets.counts > 0
+        rows, ids = np.repeat(np.arange(len(sets.counts)), np.abs(sets.counts)), sets.ids - first
+        here = (ids >= 0) & (ids < like.shape[1])
+        rows, ids = rows[here], ids[here].astype(np.int64)
+        found = np.flatnonzero(lists_kept), rows, ids, lists_kept[rows]
+        return cls(*(to_device(each, like.device) for each in found))
+
+    def fill(self, tensor: Tensor, values: Tensor) -> None:
+        """Overwrite the elements outside the kept sets with the row's value, [T] or []."""
+        values = values.expand(len(tensor))
+        kept = tensor[self.rows, self.columns]
+        tensor[self.listed] = values[self.listed, None]
+        tensor[self.rows, self.columns] = torch.where(self.keeps, kept, values[self.rows])
+
+
+def _exclude_others(logits: Tensor, sets: KeptSets, first: int = 0) -> None:
+    """Lower the logits [T, size] outside kept sets, in place, so that their probability is below 1e-34.
+    The columns are the token ids from `first`."""
+    places = _Places.of(sets, first, logits)
+    places.fill(logits, logits.new_full((), _EXCLUDED))
+    places.fill(logits, logits.detach().amax(1) - _BELOW)
 
 
 def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
@@ -439,16 +499,22 @@ def logprobs_of_any_head(
     targets: Tensor,
     temperatures: Tensor | None,
     entropy: bool,
+    kept_sets: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the same by autograd, for heads that do more than multiply, scale and soft-cap:
     `logits_of` maps [T, hidden] to [T, vocabulary]."""
     trains = torch.is_grad_enabled()
 
-    def chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
+    def chunk(
+        hidden: Tensor, targets: Tensor, temperatures: Tensor | None, sets: KeptSets | None
+    ) -> tuple[Tensor, Tensor]:
         logits = logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if temperatures is not None:
             logits = logits / temperatures[:, None]
+        if sets is not None:
+            logits = logits.clone()
+            _exclude_others(logits, sets)
         log_p = F.log_softmax(logits, -1)
         several = targets if targets.ndim == 2 else targets[:, None]
         chosen = log_p.gather(1, several).view(targets.shape)
@@ -465,7 +531,9 @@ def logprobs_of_any_head(
     # Run one chunk even without targets, because torch.cat needs a tensor.
     for start in range(0, max(1, len(targets)), size):
         part = slice(start, start + size)
-        arguments = (hidden[part], targets[part], None if temperatures is None else temperatures[part])
+        own_temperatures = None if temperatures is None else temperatures[part]
+        sets = None if kept_sets is None else kept_sets[part]
+        arguments = (hidden[part], targets[part], own_temperatures, sets)
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
     logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
     return logprobs, entropies if entropy or trains else None

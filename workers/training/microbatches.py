@@ -17,6 +17,8 @@ from ...algorithms.loss import PackedRows
 from ...dataflow.batch import Batch
 from ...dataflow.column import (
     IMAGES,
+    KEPT_COUNTS,
+    KEPT_IDS,
     PER_CANDIDATE,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -26,6 +28,7 @@ from ...dataflow.column import (
 )
 from ...dataflow.errors import UserError
 from ..dispatch import RowCost
+from ..kept_sets import KeptSets
 from ..models.images import ImageInputs, ImageReader
 from .microbatch_plan import (
     SharingCost,
@@ -65,6 +68,8 @@ class Microbatches:
     routes: list[np.ndarray] | None = None
     """Experts of each row's tokens, [tokens, layers, chosen]; None lets the routers choose."""
     images: _ShownRows | None = None
+    kept_sets: KeptSets | None = None
+    """The kept sets of the T response tokens; None if all are the whole vocabulary."""
 
     @classmethod
     def from_batch(
@@ -88,13 +93,16 @@ class Microbatches:
         prompts; None disables sharing. `routers` replay the experts in the column `routes`; None
         lets the routers choose.
 
+        A loss that reads `teacher_ids` compares whole distributions, so kept sets are left out then.
+
         Raises:
             UserError: a response has no prompt, a row exceeds the context, a ragged column does not
                 match its responses, the model lacks a token id or an expert, or images do not match
                 their prompt or the model.
         """
         columns = list(columns)
-        check_rows(batch, columns)
+        is_truncated = KEPT_COUNTS in batch and str(TEACHER_IDS) not in columns
+        check_rows(batch, [*columns, *([str(KEPT_COUNTS)] if is_truncated else [])])
         for name in (PROMPT_IDS, RESPONSE_IDS):
             values, _ = batch.ragged_numpy(name)
             if len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
@@ -131,9 +139,9 @@ class Microbatches:
                     for of, length in zip(routes, batch.lengths(PROMPT_IDS), strict=True)
                 ]
             same_prompt = equal_prompts(*sequences[0], np.diff(sequences[1][1]), sharing, prompts)
-        return cls(
-            *sequences, temperatures, ragged, scalars, device, reads_last, same_prompt, routes, shown
-        )
+        kept = _kept_sets(batch, vocabulary, owner) if is_truncated else None
+        layout = reads_last, same_prompt, routes, shown
+        return cls(*sequences, temperatures, ragged, scalars, device, *layout, kept)
 
     def plan(
         self, max_tokens: int, *, packed: bool, groups: np.ndarray | None = None
@@ -187,7 +195,7 @@ class Microbatches:
 
     def inputs(
         self, part: np.ndarray
-    ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, PackedSequences, np.ndarray, Tensor, Tensor | None, KeptSets | None]:
         """Return the arguments of `ResponseModel` for a part. An empty part gets one token, whose
         result is ignored. If the loss reads `teacher_ids`, targets are [T, 1 + k]: the response
         token, then the teacher's."""
@@ -196,7 +204,7 @@ class Microbatches:
             zero = torch.zeros(1, dtype=torch.long, device=device)
             routing = Routing(torch.zeros(1, device=device))
             nobody = replace(PackedSequences.of_lengths([1], device), routing=routing)
-            return zero, nobody, np.zeros(1, np.int64), zero, None
+            return zero, nobody, np.zeros(1, np.int64), zero, None, None
         (prompts, p_starts), (responses, r_starts) = self.prompt, self.response
         p_lengths = np.diff(p_starts)[part].astype(np.int64)
         r_lengths = np.diff(r_starts)[part].astype(np.int64)
@@ -240,8 +248,12 @@ class Microbatches:
         if str(TEACHER_IDS) in self.ragged:
             candidates = self.ragged[str(TEACHER_IDS)][torch.from_numpy(tokens)].numpy()
             wanted = np.concatenate([wanted[:, None], candidates], 1)
+        kept = self.kept_sets
+        if kept is not None:
+            kept = KeptSets(kept.counts[tokens], kept.ids[tokens_of(kept.ends, tokens)])
         targets = to_device(wanted, device)
-        return to_device(np.concatenate(ids).astype(np.int64), device), rows, read, targets, temperatures
+        ids_in_order = to_device(np.concatenate(ids).astype(np.int64), device)
+        return ids_in_order, rows, read, targets, temperatures, kept
 
     def _routing(
         self, part: np.ndarray, place: _Placement, prompts: np.ndarray, lengths: np.ndarray
@@ -421,6 +433,38 @@ def _of_tokens(batch: Batch, column: str, vocabulary: int, owner: str) -> Tensor
             "its student"
         )
     return torch.tensor(values.astype(np.int64)).view(int(lengths.sum()), k)
+
+
+def _kept_sets(batch: Batch, vocabulary: int, owner: str) -> KeptSets | None:
+    """Return the kept sets of all response tokens, or None if all are the whole vocabulary."""
+    responses, starts = batch.ragged_numpy(RESPONSE_IDS)
+    ids, id_starts = batch.ragged_numpy(KEPT_IDS)
+    kept = KeptSets(batch.ragged_numpy(KEPT_COUNTS)[0], ids)
+    wrong = np.flatnonzero(np.diff(kept.ends[starts]) != np.diff(id_starts))
+    if len(wrong):
+        i = wrong[0]
+        raise UserError(
+            f"row {_name_of(batch, i)}: column {str(KEPT_IDS)!r} has {np.diff(id_starts)[i]} ids, and column {str(KEPT_COUNTS)!r} counts "
+            f"{np.diff(kept.ends[starts])[i]}"
+        )
+    if not kept.counts.any():
+        return None
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        strange = ids.max() if ids.max() >= vocabulary else ids.min()
+        raise UserError(
+            f"column {str(KEPT_IDS)!r} has token id {strange}; {owner} has ids 0 to {vocabulary - 1}"
+        )
+    of_token = np.repeat(np.arange(len(kept.counts)), np.abs(kept.counts))
+    listed = np.zeros(len(kept.counts), bool)
+    listed[of_token[ids == responses[of_token]]] = True
+    wrong = np.flatnonzero((kept.counts != 0) & (listed != (kept.counts > 0)))
+    if len(wrong):
+        i = int(np.searchsorted(starts, wrong[0], side="right")) - 1
+        raise UserError(
+            f"row {_name_of(batch, i)}: token {wrong[0] - starts[i]} of the response ({responses[wrong[0]]}) is not in its kept set, so it "
+            "was not sampled from it"
+        )
+    return kept
 
 
 def _routes(batch: Batch, routers: Routers, owner: str) -> list[np.ndarray]:

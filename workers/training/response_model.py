@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...algorithms.loss import CANDIDATE_LOGPROBS
 from ...dataflow.errors import UserError
+from ..kept_sets import KeptSets
 from ..models.images import LANGUAGE, embed, is_type_that_sees, positions, tower_parameters
 from .head_logprobs import (
     HeadForm,
@@ -138,6 +139,7 @@ class ResponseModel(nn.Module):
         predicting: np.ndarray,
         targets: Tensor,
         temperatures: Tensor | None,
+        kept_sets: KeptSets | None = None,
         entropy: bool = False,
         top: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
@@ -151,6 +153,7 @@ class ResponseModel(nn.Module):
                 positions that a scalar head reads. On the host; ascending if ranks share tokens.
             targets: [T] int64, or [T, m] for m tokens at each position.
             temperatures: [T] float32: divisors of the logits; None for 1.
+            kept_sets: the tokens of each position that have a probability; None for all.
             entropy: whether to return entropies of the predicting distributions with a gradient. If
                 not, passes with gradients return them without one, because they compute the logits
                 anyway.
@@ -164,13 +167,23 @@ class ResponseModel(nn.Module):
         """
         if self.stretches is not None:
             return self._in_stretches(
-                self.stretches, input_ids, rows, predicting, targets, temperatures, entropy, top
+                self.stretches,
+                input_ids,
+                rows,
+                predicting,
+                targets,
+                temperatures,
+                kept_sets,
+                entropy,
+                top,
             )
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
             return self._values(hidden), None
-        return self.logprobs_of(outputs, hidden, targets, temperatures, entropy=entropy, top=top)
+        return self.logprobs_of(
+            outputs, hidden, targets, temperatures, kept_sets, entropy=entropy, top=top
+        )
 
     def _in_stretches(
         self,
@@ -180,6 +193,7 @@ class ResponseModel(nn.Module):
         predicting: np.ndarray,
         targets: Tensor,
         temperatures: Tensor | None,
+        kept_sets: KeptSets | None,
         entropy: bool,
         top: int,
     ) -> tuple[Tensor, Tensor | None]:
@@ -199,7 +213,13 @@ class ResponseModel(nn.Module):
         else:
             own_temperatures = None if temperatures is None else temperatures[mine]
             values, entropies = self.logprobs_of(
-                outputs, hidden_states, targets[mine], own_temperatures, entropy=entropy, top=top
+                outputs,
+                hidden_states,
+                targets[mine],
+                own_temperatures,
+                kept_sets and kept_sets[mine],
+                entropy=entropy,
+                top=top,
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
@@ -259,12 +279,13 @@ class ResponseModel(nn.Module):
         hidden: Tensor,
         targets: Tensor,
         temperatures: Tensor | None,
+        kept_sets: KeptSets | None = None,
         *,
         entropy: bool,
         top: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and entropies from the [T, hidden] states before targets, or the
-        likeliest tokens."""
+        likeliest tokens of the whole vocabulary."""
         if self.head_form is None:
 
             def logits_of(states: Tensor) -> Tensor:
@@ -272,13 +293,15 @@ class ResponseModel(nn.Module):
 
             if top:
                 return top_logprobs_of_any_head(logits_of, hidden, top, temperatures)
-            return logprobs_of_any_head(logits_of, hidden, targets, temperatures, entropy)
+            return logprobs_of_any_head(logits_of, hidden, targets, temperatures, entropy, kept_sets)
         head = self.causal_lm.get_output_embeddings()
         own = (hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None))
         form, chunk = self.head_form, self.chunk_bytes
         if top:
             return head_top_logprobs(*own, top, temperatures, form, chunk=chunk)
-        return head_logprobs(*own, targets, temperatures, form, entropy=entropy, chunk=chunk)
+        return head_logprobs(
+            *own, targets, temperatures, form, kept_sets=kept_sets, entropy=entropy, chunk=chunk
+        )
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """Return [T, vocabulary] logits for [T, hidden] states, as the model computes them after

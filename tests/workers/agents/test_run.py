@@ -54,9 +54,13 @@ def prompts(number: int, **more: Any) -> Batch:
 
 
 def parts_of(
-    worker: ToyRollout, rows: Batch, n: int, harness: Any = _unused
+    worker: ToyRollout,
+    rows: Batch,
+    n: int,
+    harness: Any = _unused,
+    sampling: Sampling = Sampling(max_tokens=20),
 ) -> list[tuple[Children, Any]]:
-    steps = worker.run(rows, harness=harness, n=n, sampling=Sampling(max_tokens=20))
+    steps = worker.run(rows, harness=harness, n=n, sampling=sampling)
     parts: list[tuple[Children, Any]] = []
     for part in steps:
         if part == IDLE:  # as a rank, which gives an idle call a turn at least every second
@@ -102,6 +106,30 @@ def test_each_episode_is_a_child_with_its_own_number(tmp_path: Path):
     serve(tmp_path, harness, main)
     assert sorted(row["task"] for row in seen) == ["t0", "t1", "t1"]
     assert all(set(row) == {"task"} for row in seen), "a row's identity is not the harness's business"
+
+
+def test_tokens_that_a_tool_gave_have_no_kept_set(tmp_path: Path):
+    async def harness(row: Any, *, base_url: str, api_key: str) -> float:
+        async with chat(base_url) as client:
+            task = {"role": "user", "content": row["task"]}
+            reply = await ask(client, [task])
+            await ask(client, [task, reply, {"role": "user", "content": "and then"}])
+        return 1.0
+
+    async def main(served: Served) -> None:
+        worker = await asyncio.to_thread(new_worker, served, tmp_path / "model")
+        cut = Sampling(max_tokens=20, top_k=2)
+        parts = await asyncio.to_thread(parts_of, worker, prompts(2), 1, _unused, cut)
+        for row in Batch.concat([children.rows for children, _ in parts]).to_rows():
+            mask, ids = row["response_mask"], row["response_ids"]
+            assert 0 in mask and mask.count(1) == 6, "two turns, and given tokens between them"
+            assert row["kept_counts"] == [2 * own for own in mask]
+            sampled = [id for id, own in zip(ids, mask, strict=True) if own]
+            assert row["kept_ids"] == [token for id in sampled for token in (id, id + 1)]
+        whole = await asyncio.to_thread(parts_of, worker, prompts(1), 1)
+        assert "kept_ids" not in whole[0][0].rows
+
+    serve(tmp_path, harness, main)
 
 
 def test_seeds_do_not_depend_on_what_was_made_before(tmp_path: Path):

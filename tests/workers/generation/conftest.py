@@ -34,7 +34,7 @@ def vllm_worker(folder: Path, inspects_models_here: None) -> Iterator[RolloutWor
     modules that use this one sort before those with their own engines.
     """
     worker = RolloutWorker(
-        RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05)
+        RolloutConfig(model=folder, engine="vllm", max_num_seqs=64, kv_cache_gib=0.05, kept_sets=True)
     )
     yield worker
     worker.close()
@@ -68,7 +68,7 @@ def vllm(vllm_worker: RolloutWorker, folder: Path, publisher: WeightPublisher) -
 def engine(request: pytest.FixtureRequest, folder: Path) -> GenerationEngine:
     if request.param == "vllm":
         return request.getfixturevalue("vllm")
-    return TransformersEngine(str(folder))
+    return TransformersEngine(str(folder), kept_sets=True)
 
 
 @pytest.fixture

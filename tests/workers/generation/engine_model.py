@@ -13,6 +13,7 @@ from weft.algorithms.sampling import Sampling
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import Weights, whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, generate
+from weft.workers.kept_sets import KeptSets
 
 VOCABULARY = 32
 STOP = 1
@@ -65,6 +66,8 @@ def straight_logprobs(
     for row in (
         logits if sampling.temperature else ()
     ):  # a greedy token stays the likeliest under any truncation
+        likely = row.softmax(-1)
+        row[likely < sampling.min_p * likely.max()] = -torch.inf
         order = row.argsort(descending=True)
         if sampling.top_k:
             row[order[sampling.top_k :]] = -torch.inf
@@ -75,6 +78,20 @@ def straight_logprobs(
                 row[token] = -torch.inf
             reached += float(probabilities[token])
     return logits.log_softmax(-1)
+
+
+def mask_of(sets: KeptSets, vocabulary: int) -> np.ndarray:
+    """Return whether each token is in each kept set: `[L, vocabulary]` bool."""
+    mask = np.ones((len(sets.counts), vocabulary), bool)
+    start = 0
+    for row, count in zip(mask, sets.counts.tolist(), strict=True):
+        ids = sets.ids[start : start + abs(count)]
+        start += abs(count)
+        if count > 0:
+            row[:] = False
+        row[ids] = count > 0
+    assert start == len(sets.ids)
+    return mask
 
 
 def largest_and_mean_gap(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from engine_model import VOCABULARY
+from engine_model import STOP, VOCABULARY
 from tokenizers import Tokenizer, decoders, models
 
 import weft
@@ -32,7 +32,7 @@ STOPS = ("ab", "c", "hgf")
 def engine(request: pytest.FixtureRequest, with_tokenizer: Path) -> GenerationEngine:
     if request.param == "vllm":
         return request.getfixturevalue("vllm_worker").engine
-    return TransformersEngine(str(with_tokenizer))
+    return TransformersEngine(str(with_tokenizer), kept_sets=True)
 
 
 def responses_of(engine: GenerationEngine, sampling: Sampling) -> list[Response]:
@@ -67,6 +67,14 @@ def test_a_response_is_the_unstopped_one_up_to_the_token_that_completes_a_stop_s
         assert one.finish_reason == ("stop" if found else other.finish_reason)
         ends += bool(found)
     assert ends > 3, "most end by a stop string"
+
+
+def test_a_response_that_stops_has_the_kept_sets_of_its_tokens(engine: GenerationEngine):
+    responses = responses_of(engine, Sampling(max_tokens=24, stop=STOPS, top_k=6))
+    for response in responses:
+        assert response.kept_sets is not None
+        assert response.kept_sets.counts.tolist() == [6] * len(response.token_ids)
+    assert any(r.finish_reason == "stop" and r.token_ids[-1] != STOP for r in responses)
 
 
 def test_min_tokens_and_no_stop_hold_for_stop_strings(engine: GenerationEngine, with_tokenizer: Path):

@@ -23,6 +23,7 @@ from engine_model import (
     VOCABULARY,
     all_of,
     largest_and_mean_gap,
+    mask_of,
     prompts_of,
     published,
     requests_of,
@@ -35,7 +36,7 @@ from weft.dataflow.errors import GenerationError, WeightSyncError
 from weft.resharding import sources, transfer
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
-from weft.workers.generation.engine import GenerationEngine, GenerationRequest, generate
+from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, generate
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.generation.vllm_settings import VllmSettings
@@ -54,10 +55,13 @@ SAMPLINGS = [
     Sampling(max_tokens=24, temperature=0.7),
     Sampling(max_tokens=24, top_k=5),
     Sampling(max_tokens=24, top_p=0.6, temperature=1.3),
+    Sampling(max_tokens=24, min_p=0.2),
     Sampling(max_tokens=24, top_k=8, top_p=0.8, min_tokens=6),
+    Sampling(max_tokens=24, top_k=20, top_p=0.9, min_p=0.05, temperature=1.2),
     Sampling(max_tokens=24, min_tokens=6),
     Sampling(max_tokens=24, min_tokens=6, stop=None),
     Sampling(max_tokens=24, temperature=0, top_p=0.6),
+    Sampling(max_tokens=24, temperature=0, min_tokens=6),
 ]
 
 
@@ -69,9 +73,89 @@ def test_logprobs_are_those_of_a_straight_forward_pass(
     responses = all_of(engine, requests, sampling)
     largest, mean = largest_and_mean_gap(model, requests, responses.values(), sampling)
     assert largest <= 5e-4 and mean <= 1e-5
-    whole = Sampling(temperature=sampling.temperature)  # the trainer knows no truncation
+    whole = Sampling(temperature=sampling.temperature)
     largest, _ = largest_and_mean_gap(model, requests, responses.values(), whole)
-    assert (largest <= 5e-4) == ("response_logprobs" in sampling.writes)
+    assert (largest > 5e-4) == sampling.truncates
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_kept_sets_are_the_tokens_that_could_be_sampled(
+    engine: GenerationEngine, model: Any, sampling: Sampling
+) -> None:
+    requests = requests_of(prompts_of(6))
+    sizes = set[int]()
+    for number, response in all_of(engine, requests, sampling).items():
+        if not sampling.truncates:
+            assert response.kept_sets is None
+            continue
+        assert response.kept_sets is not None
+        prompt, ids = requests[number].prompt_ids, response.token_ids
+        expected = straight_logprobs(model, prompt, ids, sampling).isfinite().numpy()
+        kept = mask_of(response.kept_sets, VOCABULARY)
+        np.testing.assert_array_equal(kept, expected)
+        assert len(response.kept_sets.ids) <= VOCABULARY // 2 * len(ids)
+        sizes.update(kept.sum(1).tolist())
+    if sampling.truncates:
+        assert len(sizes) > 1 or sizes == {sampling.top_k}
+
+
+@pytest.mark.vllm
+def test_vllm_gives_the_kept_sets_of_narrow_samples_with_either_model_runner(
+    vllm: VllmEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_overlapped_steps.py repeats this test with V2, in Triton's interpreter. The interpreter
+    cannot run vLLM's kernel for top-k and top-p, so vLLM uses torch's operations here."""
+    monkeypatch.setattr("vllm.v1.sample.ops.topk_topp_sampler.HAS_TRITON", False)
+    requests = requests_of(prompts_of(4), samples=2)
+    for sampling in (s for s in SAMPLINGS if s.narrows and not s.min_tokens):
+        for number, response in all_of(vllm, requests, sampling).items():
+            prompt = requests[number].prompt_ids
+            expected = straight_logprobs(model, prompt, response.token_ids, sampling).isfinite()
+            assert response.kept_sets is not None
+            np.testing.assert_array_equal(mask_of(response.kept_sets, VOCABULARY), expected.numpy())
+    greedy, stopping = Sampling(temperature=0), Sampling(top_k=3, stop=("a",))
+    whole = all_of(vllm, requests, Sampling(max_tokens=4))
+    assert all(response.kept_sets is None for response in whole.values())
+    if vllm._masks:
+        with pytest.raises(GenerationError, match=r"refuses request 0: .* requires temperature > 0"):
+            all_of(vllm, requests, greedy)
+        with pytest.raises(
+            GenerationError, match="request 0 has stop strings, and vLLM returns the kept"
+        ):
+            all_of(vllm, requests, stopping)
+    else:
+        all_of(vllm, requests, greedy)
+
+
+def test_requests_of_both_kinds_decode_together_and_only_one_has_kept_sets(
+    engine: GenerationEngine,
+) -> None:
+    ids = prompts_of(1)[0]
+    narrow, whole = Sampling(max_tokens=6, top_k=3), Sampling(max_tokens=6)
+    kinds = {
+        engine.submit(GenerationRequest(i, ids, seed=i), sampling): sampling
+        for i, sampling in enumerate(
+            (narrow, whole, narrow, whole, Sampling(max_tokens=6, temperature=0))
+        )
+    }
+    found: dict[int, Response] = {}
+    while engine.num_unfinished:
+        found |= {response.ticket: response for response in engine.step()}
+    for ticket, sampling in kinds.items():
+        kept = found[ticket].kept_sets
+        assert (kept is None) == (sampling is not narrow)
+        assert kept is None or kept.counts.tolist() == [3] * len(found[ticket].token_ids)
+
+
+def test_kept_sets_of_requests_that_are_given_up_are_forgotten(engine: GenerationEngine) -> None:
+    requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24, top_k=3)
+    steps = generate(engine, requests, sampling)
+    next(steps)
+    steps.close()
+    again = all_of(engine, requests, sampling)
+    for response in again.values():
+        assert response.kept_sets is not None
+        assert len(response.kept_sets.counts) == len(response.token_ids)
 
 
 def test_the_same_seeds_give_the_same_tokens(engine: GenerationEngine) -> None:

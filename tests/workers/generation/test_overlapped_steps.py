@@ -48,3 +48,11 @@ def test_the_model_runner_of_gpus_serves_adapters():
     adapters = HERE.parents[1] / "resharding" / "test_vllm_adapter.py"
     said = run("with_model_runner_v2.py", str(adapters), "-k", "serves_each_version_of_an_adapter")
     assert said.startswith("1 passed")
+
+
+@pytest.mark.vllm
+@pytest.mark.thorough
+def test_the_model_runner_of_gpus_returns_kept_sets():
+    generation = HERE / "test_generation.py"
+    said = run("with_model_runner_v2.py", str(generation), "-k", "with_either_model_runner")
+    assert said.startswith("1 passed")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import head_ranks
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from ranks import run_processes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.workers.kept_sets import KeptSets
 from weft.workers.training import head_logprobs as module
 from weft.workers.training import memory
 from weft.workers.training.head_logprobs import (
@@ -32,6 +34,7 @@ def plain(
     targets: Tensor,
     temperatures: Tensor | None,
     form: HeadForm,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = (
         hidden @ weight.T * form.factor if bias is None else (hidden @ weight.T + bias) * form.factor
@@ -40,10 +43,25 @@ def plain(
         logits = form.softcap * torch.tanh(logits / form.softcap)
     if temperatures is not None:
         logits = logits / temperatures[:, None]
-    distribution = torch.distributions.Categorical(logits=logits)
     several = targets if targets.ndim == 2 else targets[:, None]
+    if kept is not None:  # compute with the kept logits alone
+        logprobs, entropies = [], []
+        for own, mask, ids in zip(logits, kept, several, strict=True):
+            left = own[mask].log_softmax(-1)
+            places = mask.cumsum(0)[ids] - 1
+            logprobs.append(left[places])
+            entropies.append(-(left.exp() * left).sum())
+        return torch.stack(logprobs).view(targets.shape), torch.stack(entropies)
+    distribution = torch.distributions.Categorical(logits=logits)
     logprobs = distribution.logits.gather(1, several)  # pyright: ignore[reportAttributeAccessIssue]
     return logprobs.view(targets.shape), distribution.entropy()
+
+
+def kept_with(targets: Tensor, made: torch.Generator) -> Tensor:
+    """Draw kept sets of all sizes that have the targets: [T, V] bool."""
+    shares = torch.rand(len(targets), 1, generator=made)
+    kept = torch.rand(len(targets), V, generator=made) < shares
+    return kept.scatter(1, targets if targets.ndim == 2 else targets[:, None], True)
 
 
 @given(
@@ -55,6 +73,7 @@ def plain(
     at_once=st.integers(1, 10),
     keeps=st.booleans(),
     several=st.sampled_from(((), (1,), (3,))),
+    truncated=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_gradients_are_those_of_logits_made_at_once(
@@ -66,6 +85,7 @@ def test_gradients_are_those_of_logits_made_at_once(
     at_once: int,
     keeps: bool,
     several: tuple[int, ...],
+    truncated: bool,
     seed: int,
 ):
     made = torch.Generator().manual_seed(seed)
@@ -77,6 +97,7 @@ def test_gradients_are_those_of_logits_made_at_once(
     targets = torch.randint(V, (tokens, *several), generator=made)
     upstream, of_entropy = drawn(tokens, *several), drawn(tokens)
     temperatures = drawn(tokens).abs() + 0.2 if tempered else None
+    kept = kept_with(targets, made) if truncated else None
 
     def outputs(ours: bool) -> list[Tensor]:
         own = [leaf.clone().requires_grad_() for leaf in leaves]
@@ -91,11 +112,12 @@ def test_gradients_are_those_of_logits_made_at_once(
                     targets,
                     temperatures,
                     form,
+                    kept_sets=None if kept is None else KeptSets.of_mask(kept),
                     entropy=entropy,
                     chunk=at_once * V * 8,
                 )
         else:
-            found = plain(own[0], own[1], bias, targets, temperatures, form)
+            found = plain(own[0], own[1], bias, targets, temperatures, form, kept)
         logprobs, entropies = found
         assert entropies is not None and (entropies.requires_grad == entropy or not ours)
         loss = (logprobs * upstream).sum() + ((entropies * of_entropy).sum() if entropy else 0)
@@ -103,6 +125,39 @@ def test_gradients_are_those_of_logits_made_at_once(
 
     for ours, expected in zip(outputs(True), outputs(False), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kept_bytes", [2**20, 0])
+def test_a_token_outside_the_kept_sets_gets_no_gradient_at_all(
+    kept_bytes: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "KEPT_BYTES", kept_bytes)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    kept = torch.zeros(4, V, dtype=torch.bool)
+    kept[:, ::3] = True
+    targets = torch.tensor([0, 3, 6, 9])
+    form, sets = HeadForm(softcap=softcap), KeptSets.of_mask(kept)
+    logprobs, entropies = head_logprobs(
+        hidden, weight, None, targets, None, form, kept_sets=sets, entropy=True
+    )
+    assert entropies is not None
+    (logprobs.sum() + entropies.sum()).backward()
+    assert weight.grad is not None and hidden.grad is not None and hidden.grad.isfinite().all()
+    touched = weight.grad.abs().sum(1) > 0
+    assert touched.tolist() == kept[0].tolist()
+
+
+def test_a_set_of_one_token_has_probability_one_and_no_gradient():
+    hidden, weight = torch.randn(2, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    sets = KeptSets(np.array([1, 1], np.int32), np.array([4, 7], np.int32))
+    logprobs, entropies = head_logprobs(
+        hidden, weight, None, torch.tensor([4, 7]), None, kept_sets=sets, entropy=True
+    )
+    assert entropies is not None and logprobs.tolist() == [0, 0] and entropies.abs().max() < 1e-30
+    (logprobs.sum() + entropies.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
 
 
 @given(
@@ -128,7 +183,10 @@ def test_the_likeliest_tokens_are_those_of_logits_made_at_once(
     assert ids.tolist() == expected.indices.tolist()
 
 
-def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(
+    truncated: bool, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(0)
     hidden, weight, targets, upstream = (
         torch.randn(37, 8),
@@ -137,6 +195,8 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
         torch.randn(37),
     )
     temperatures = torch.linspace(0.5, 2, 37)
+    made = torch.Generator().manual_seed(0)
+    sets = KeptSets.of_mask(kept_with(targets, made)) if truncated else None
     monkeypatch.setattr(memory, "CHUNK_BYTES", 5 * 4 * V)
     found = []
     for kept_bytes in (2**20, 0):
@@ -144,10 +204,10 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(monkeypatch: p
         for ours in (True, False):
             h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             if ours:
-                logprobs, entropies = head_logprobs(h, w, None, targets, temperatures)
+                logprobs, entropies = head_logprobs(h, w, None, targets, temperatures, kept_sets=sets)
             else:
                 logprobs, entropies = logprobs_of_any_head(
-                    lambda x, w=w: x @ w.T, h, targets, temperatures, False
+                    lambda x, w=w: x @ w.T, h, targets, temperatures, False, sets
                 )
             assert entropies is not None
             found.append(

@@ -19,7 +19,7 @@ from families import agreeing_model, make_family
 from loss_ranks import LOSSES
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_rows import make_pairs, make_rows
+from training_rows import make_pairs, make_rows, with_kept_sets
 
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
@@ -166,6 +166,11 @@ def with_routes(rows: Batch, layers: int = 2, chosen: int = 2) -> Batch:
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 2"])
 def test_a_shared_prompt_does_not_wait(name: str):
     assert isinstance(microbatch(on_device(name), with_one_prompt(PAIRS), PolicyLoss()), SharedPrompts)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2"])
+def test_no_kept_set_waits(name: str):
+    microbatch(on_device(name), with_kept_sets(PAIRS), PolicyLoss(entropy_coefficient=0.1))
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "GPT-OSS"])
