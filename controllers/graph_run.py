@@ -13,11 +13,13 @@ import numpy as np
 
 from ..algorithms.evaluation import interval
 from ..algorithms.grpo import length_bias
+from ..algorithms.solve_rates import solve_rates
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.graph import TRAIN, Graph, Node
-from ..dataflow.metrics import Estimate, Metric, merge
+from ..dataflow.metrics import Estimate, GroupCounts, Metric, merge
 from ..dataflow.operation import Shape
+from ..dataflow.prompts.curriculum import PromptQueue
 from ..dataflow.source import Cursor
 
 
@@ -69,10 +71,11 @@ class GraphRun(ABC):
         operation = node.operation
         return _writes_nothing(node) and not operation.updates and not operation.behind
 
-    def issue(self, number: int, step: int) -> int:
+    def issue(self, number: int, step: int) -> list[int]:
+        """Issue the next rows of the source, and return their positions."""
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
-        return len(chosen)
+        return chosen
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
         """Finish the rows of a lease. For nodes without columns, first publish empty results."""
@@ -120,6 +123,16 @@ class TrainingRun(GraphRun):
     short_size: int | None = None
     """[groups] Reduced batch size of the current step if filters left too few groups, or None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    prompts: PromptQueue | None = None
+    """Order of the prompts by a curriculum, if the source has one."""
+
+    @property
+    def outcomes_are_known(self) -> bool:
+        """Whether no prompt in flight lacks an outcome that decides which prompts come next."""
+        if self.prompts is None:
+            return True
+        measuring = (node for node in self.graph.nodes if node.function is solve_rates)
+        return all(self.ledger.readiness.exhausted(node) for node in measuring)
 
     @property
     def over(self) -> bool:
@@ -137,18 +150,25 @@ class TrainingRun(GraphRun):
             self.ledger.prompts_issued, self.ledger.live.positions_before(self.updates)
         )
 
-    def issue(self, number: int, step: int) -> int:
-        issued = super().issue(number, step)
+    def issue(self, number: int, step: int) -> list[int]:
+        if self.prompts is not None:
+            self.prompts.begin(step, [group.position for group in self.ledger.live.groups.values()])
+        chosen = super().issue(number, step)
         self.open = True
-        self.issued += issued
-        return issued
+        self.issued += len(chosen)
+        return chosen
 
     @property
     def measured(self) -> dict[str, float]:
         return values_of(merge(self.metrics))
 
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
-        self.metrics.append(measured)
+        counted = [one for one in measured.values() if isinstance(one, GroupCounts)]
+        for outcomes in counted if self.prompts is not None else ():
+            for group in lease.groups:
+                solved, votes = outcomes.counts.get(group.id, (0, 0))
+                self.prompts.record(group.position, solved, votes, self.step_under_way)  # pyright: ignore[reportOptionalMemberAccess]
+        self.metrics.append({n: m for n, m in measured.items() if not isinstance(m, GroupCounts)})
 
     def generates(self, lease: Lease, published: Published) -> None:
         self.generated.append(published.num_tokens)
@@ -179,6 +199,8 @@ class TrainingRun(GraphRun):
                 )
             )
         merged = values_of(merge(self.metrics))
+        if self.prompts is not None:
+            merged |= self.prompts.metrics()
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
             noted.clear()
@@ -230,7 +252,7 @@ class EvaluationRun(GraphRun):
     def begin_evaluation(self, step: int) -> None:
         del self.due[step]
         self.under_way[step] = _EvaluationUnderWay()
-        self.under_way[step].asked = self.issue(len(self.num_tokens), step)
+        self.under_way[step].asked = len(self.issue(len(self.num_tokens), step))
 
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.under_way[lease.step].metrics.append(measured)

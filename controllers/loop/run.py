@@ -306,7 +306,9 @@ class Run:
             self._disk.write(self._directory.flush)
             kept = self._saving.folder.positions
             state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
-            self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state)))
+            queue = self._train.prompts
+            prompts = None if queue is None else queue.table()
+            self._calls.queue(self._disk.write(lambda: self._saving.begin_checkpoint(state, prompts)))
 
     def _state(self, position: Position) -> RunState:
         return RunState(

@@ -17,6 +17,7 @@ from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch, notes
 from ...dataflow.column import PROMPT_IDS
 from ...dataflow.graph import SOURCE, TRAIN, Graph
+from ...dataflow.prompts.curriculum import PromptQueue, curriculum_of, read_state
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import BUFFER
 from ...dataflow.source import CURSOR, Cursor, positions
@@ -244,16 +245,31 @@ def _training_run(
 ) -> TrainingRun:
     ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
     cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
-    order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
-    rest = cursor.rest(order, ledger.prompts_issued)
-    steps = spec.schedule.steps
-    train = TrainingRun(
-        TRAIN, graph, ledger, rest, _num_tokens(graph, source), steps=steps, start=cursor
-    )
+    issued, steps = ledger.prompts_issued, spec.schedule.steps
+    if (prompts := _prompt_queue(spec, graph, point)) is not None:
+        prompts.draw_again(cursor.again[issued:])
+        rest = prompts
+    else:
+        rest = cursor.rest(positions(len(source), spec.seed, shuffle=spec.schedule.shuffle), issued)
+    tokens = _num_tokens(graph, source)
+    train = TrainingRun(TRAIN, graph, ledger, rest, tokens, steps=steps, start=cursor, prompts=prompts)
     if point is not None:
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0
     return train
+
+
+def _prompt_queue(spec: RunSpec, graph: Graph, point: ResumePoint | None) -> PromptQueue | None:
+    """Return the state of the source's curriculum, as in the checkpoint, or None without one."""
+    source = graph.source
+    if (curriculum := curriculum_of(source)) is None:
+        return None
+    shuffle = spec.schedule.shuffle
+    prompts = PromptQueue(curriculum, source.table, name=source.name, seed=spec.seed, shuffle=shuffle)
+    state = None if point is None or point.from_first_row else read_state(point.path)
+    if state is not None:
+        prompts.restore(state)
+    return prompts
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:

@@ -43,7 +43,7 @@ from ..recovery.changed_settings import (
 )
 from ..recovery.checkpoints import CheckpointConfig, has_state
 from ..recovery.resume import WITHOUT_ROWS, ResumePoint
-from ..reports.symptoms import check_group_sizes
+from ..reports.symptoms import check_curriculum, check_group_sizes
 from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
@@ -165,6 +165,7 @@ def check_tokenizers(graph: Graph) -> None:
 def check_schedule(spec: RunSpec) -> None:
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
+    check_curriculum(train)
     check_followed(train, spec.schedule)
     check_capacity(train, spec.schedule, spec.buffer)
     for graph in evaluated:

@@ -2,6 +2,7 @@
 
     runs/NAME/checkpoints/step_000012/
         run.json        `RunState`: step, policy versions, position in the log
+        prompts.arrow   `PromptQueue`: solve rates, queues and retired prompts of a curriculum
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files
 
@@ -20,10 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
 from pydantic import Field
 
 from ...dataflow.config import Config
 from ...dataflow.graph import Handle
+from ...dataflow.prompts.curriculum import write_state
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, Disk, make_folder, remove, set_aside
 from ...dataflow.runs.log import Position
@@ -160,14 +163,17 @@ class CheckpointFolder:
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
-    def make_unfinished(self, state: RunState) -> Path:
-        """Make the folder of an unfinished checkpoint, with the driver's state. Raises OSError if a
-        write failed, for example on a full disk; the caller may try again."""
+    def make_unfinished(self, state: RunState, prompts: pa.Table | None = None) -> Path:
+        """Make the folder of an unfinished checkpoint, with the state of the driver and of a
+        curriculum. Raises OSError if a write failed, for example on a full disk; the caller may try
+        again."""
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
         make_folder(self.path)
         make_folder(path)
         (path / RUN).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        if prompts is not None:
+            write_state(path, prompts)
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:

@@ -21,6 +21,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from ...dataflow.errors import DeadlineError, RunError
 from ...dataflow.runs.files import is_full
 from ...dataflow.runs.log import Position
@@ -129,12 +131,12 @@ class Saving:
 
     # How to save
 
-    def begin_checkpoint(self, state: RunState) -> list[CallRequest]:
-        """Begin a checkpoint. Return requests that make the groups copy their state. No update may
+    def begin_checkpoint(self, state: RunState, prompts: pa.Table | None = None) -> list[CallRequest]:
+        """Begin a checkpoint; `prompts` is the state of a curriculum. Return requests that make the groups copy their state. No update may
         be running. Raises OSError if a write failed, for example on a full disk; the caller may try
         again."""
         assert not self.under_way
-        path = self.folder.make_unfinished(state)
+        path = self.folder.make_unfinished(state, prompts)
         self._state, self._saved_step = state, state.step
         self.due, self._full_disk = False, ""
         self._begun = self._clock()
