@@ -17,16 +17,19 @@ _MODULES: dict[str, str] = {
     "CheckpointConfig": "controllers.recovery.checkpoints",
     "Config": "dataflow.config",
     "CriticWorker": "workers.critic",
+    "Curriculum": "dataflow.prompts.curriculum",
     "Dispatch": "workers.dispatch",
     "Driver": "controllers.driver",
     "EnvWorker": "workers.environment",
     "Evaluation": "controllers.run_spec",
     "GROUPS": "dataflow.operation",
+    "Gate": "dataflow.prompts.curriculum",
     "Local": "controllers.backends.local",
     "Lora": "workers.training.lora",
     "MovingReferenceWorker": "workers.reference",
     "Pipelined": "controllers.schedule",
     "Place": "controllers.placement",
+    "Pool": "dataflow.prompts.curriculum",
     "Prompts": "dataflow.prompts.prompts",
     "Quorum": "dataflow.operation",
     "RayBackend": "controllers.backends.ray_backend",
@@ -98,6 +101,9 @@ if (
     from .dataflow.operation import Shape as Shape
     from .dataflow.operation import TrainingBatch as TrainingBatch
     from .dataflow.operation import node as node
+    from .dataflow.prompts.curriculum import Curriculum as Curriculum
+    from .dataflow.prompts.curriculum import Gate as Gate
+    from .dataflow.prompts.curriculum import Pool as Pool
     from .dataflow.prompts.prompts import Prompts as Prompts
     from .dataflow.source import TableSource as TableSource
     from .dataflow.tracing import graph as graph

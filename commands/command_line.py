@@ -48,6 +48,7 @@ TREE: Mapping[str, Any] = {
     "eval": "eval:evaluate",
     "export": "export:export",
     "merge": "merge:merge",
+    "select": "select:select",
     "timeline": "timeline:timeline",
     "buffer": {
         "check": "buffer:check",

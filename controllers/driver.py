@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..algorithms.solve_rates import with_solve_rates
 from ..dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ..dataflow.errors import RunError, SymptomError, TakenOverError, UserError, WeftError, WorkerDied
 from ..dataflow.graph import TRAIN, Graph, Handle
 from ..dataflow.operation import names_arguments
+from ..dataflow.prompts.curriculum import curriculum_of
 from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.runs.files import CHECKPOINTS, is_full
 from ..dataflow.source import fingerprint
@@ -422,6 +424,7 @@ def _checked(
     """Return the run's specification, and name -> handle of the groups in its graphs."""
     names = check_names(evaluations)
     graphs = [with_rows_that_fit(one) for one in (graph, *(e.graph for e in evaluations))]
+    graphs[0] = with_solve_rates(graphs[0])
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
     # This changes settings of groups that later checks read.
@@ -450,6 +453,7 @@ def _described(spec: RunSpec, handles: Mapping[str, Handle]) -> dict[str, Any]:
         "seed": spec.seed,
         "backend": repr(spec.backend),
         "schedule": {"kind": type(spec.schedule).__name__, **dict(spec.schedule)},
+        "curriculum": curriculum_of(spec.graphs[TRAIN].source),
         "checkpoint": dict(spec.checkpoint),
         "placement": spec.placement,
         "groups": {n: {"class": h.worker_class, **dict(h.config)} for n, h in handles.items()},

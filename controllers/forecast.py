@@ -6,10 +6,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
 from ..dataflow.buffer.leases import Forecast
+from ..dataflow.safe_files import open_file
+
+FORECASTS = "forecasts.npz"
+"""File of a checkpoint with the state of all forecasts."""
 
 
 class LengthForecast:
@@ -114,6 +119,26 @@ class LengthForecast:
         for column, own in zip(self._columns, values, strict=True):
             column[rows] = own
         self._sums, self._longest = [int(each) for each in state["sums"].tolist()], longest
+
+
+# Checkpoints
+
+
+def write_forecasts(folder: Path, state: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name into a checkpoint's folder, if there are any."""
+    if state:
+        np.savez(folder / FORECASTS, **state)  # pyright: ignore[reportArgumentType]
+
+
+def read_forecasts(folder: Path) -> dict[str, np.ndarray]:
+    """Return the arrays in a checkpoint's folder; empty if it has none."""
+    if not (folder / FORECASTS).exists():
+        return {}
+    with open_file(folder / FORECASTS) as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+# The order of prompts
 
 
 class Rounds:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from ..algorithms.evaluation import interval
 from ..algorithms.grpo import length_bias
+from ..algorithms.solve_rates import solve_rates
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.column import EXPECTED_TOKENS, PROMPT_IDS
 from ..dataflow.graph import TRAIN, Graph, Node
-from ..dataflow.metrics import Estimate, Mean, Metric, merge
+from ..dataflow.metrics import Estimate, GroupCounts, Mean, Metric, merge
 from ..dataflow.operation import Shape
+from ..dataflow.prompts.curriculum import PromptQueue, write_state
 from ..dataflow.source import Cursor
-from .forecast import LengthForecast, Rounds
+from .forecast import LengthForecast, Rounds, write_forecasts
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -83,10 +86,11 @@ class GraphRun(ABC):
         operation = node.operation
         return _writes_nothing(node) and not operation.updates and not operation.behind
 
-    def issue(self, number: int, step: int) -> int:
+    def issue(self, number: int, step: int) -> list[int]:
+        """Issue the next rows of the source, and return their positions."""
         chosen = list(itertools.islice(self.positions, number))
         self.ledger.issue(chosen, self.num_tokens[chosen].tolist(), step=step)
-        return len(chosen)
+        return chosen
 
     def finish_rows(self, lease: Lease, step: int | None = None) -> None:
         """Finish the rows of a lease. For nodes without columns, first publish empty results."""
@@ -151,6 +155,16 @@ class TrainingRun(GraphRun):
     short_size: int | None = None
     """[groups] Reduced batch size of the current step if filters left too few groups, or None."""
     metrics: list[Mapping[str, Metric]] = field(default_factory=list)
+    prompts: PromptQueue | None = None
+    """Order of the prompts by a curriculum, if the source has one."""
+
+    @property
+    def outcomes_are_known(self) -> bool:
+        """Whether no prompt in flight lacks an outcome that decides which prompts come next."""
+        if self.prompts is None:
+            return True
+        measuring = (node for node in self.graph.nodes if node.function is solve_rates)
+        return all(self.ledger.readiness.exhausted(node) for node in measuring)
 
     @property
     def over(self) -> bool:
@@ -183,18 +197,25 @@ class TrainingRun(GraphRun):
             expect, size = lambda rows: np.zeros(len(rows)), 1
         self.positions = self.rounds = Rounds(self.positions, size, expect, pending)
 
-    def issue(self, number: int, step: int) -> int:
-        issued = super().issue(number, step)
+    def issue(self, number: int, step: int) -> list[int]:
+        if self.prompts is not None:
+            self.prompts.begin(step, [group.position for group in self.ledger.live.groups.values()])
+        chosen = super().issue(number, step)
         self.open = True
-        self.issued += issued
-        return issued
+        self.issued += len(chosen)
+        return chosen
 
     @property
     def measured(self) -> dict[str, float]:
         return values_of(merge(self.metrics))
 
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
-        self.metrics.append(measured)
+        counted = [one for one in measured.values() if isinstance(one, GroupCounts)]
+        for outcomes in counted if self.prompts is not None else ():
+            for group in lease.groups:
+                solved, votes = outcomes.counts.get(group.id, (0, 0))
+                self.prompts.record(group.position, solved, votes, self.step_under_way)  # pyright: ignore[reportOptionalMemberAccess]
+        self.metrics.append({n: m for n, m in measured.items() if not isinstance(m, GroupCounts)})
 
     def generates(self, lease: Lease, published: Published) -> None:
         super().generates(lease, published)
@@ -226,6 +247,8 @@ class TrainingRun(GraphRun):
                 )
             )
         merged = values_of(merge(self.metrics))
+        if self.prompts is not None:
+            merged |= self.prompts.metrics()
         merged |= {f"stale/{fate}": float(groups) for fate, groups in self.ledger.stale.items()}
         for noted in (self.metrics, self.generated, self.lengths, self.taken, self.trained):
             noted.clear()
@@ -277,7 +300,7 @@ class EvaluationRun(GraphRun):
     def begin_evaluation(self, step: int) -> None:
         del self.due[step]
         self.under_way[step] = _EvaluationUnderWay()
-        self.under_way[step].asked = self.issue(len(self.num_tokens), step)
+        self.under_way[step].asked = len(self.issue(len(self.num_tokens), step))
 
     def add_metrics(self, lease: Lease, measured: Mapping[str, Metric]) -> None:
         self.under_way[lease.step].metrics.append(measured)
@@ -327,6 +350,19 @@ class GraphRuns:
             for node, forecast in run.forecasts.items()
             for name, array in forecast.state.items()
         }
+
+    def state_files(self) -> Callable[[Path], None]:
+        """Return a function that writes the present forecasts and curriculum into the folder of a
+        checkpoint."""
+        forecasts, queue = self.forecasts, self.train.prompts
+        prompts = None if queue is None else queue.table()
+
+        def write(folder: Path) -> None:
+            write_forecasts(folder, forecasts)
+            if prompts is not None:
+                write_state(folder, prompts)
+
+        return write
 
     def restore_forecasts(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore the forecasts of a checkpoint; nodes that it lacks keep theirs."""

@@ -82,7 +82,7 @@ class Stepwise(Config):
         ready = train.ledger.readiness
         # Groups in flight may still pass the filters, so issue no replacements before they arrive.
         arrived = all(ready.settled(n) or ready.exhausted(n) for n in train.updates)
-        return self.lacks(train) if arrived else 0
+        return self.lacks(train) if arrived and train.outcomes_are_known else 0
 
     def lacks(self, train: TrainingRun) -> int:
         """Return how many groups an update still needs to complete its batch."""

@@ -17,6 +17,7 @@ from ..dataflow.column import CHOSEN_IDS, RESPONSE_IDS
 from ..dataflow.errors import Ended, UserError
 from ..dataflow.graph import Graph, group
 from ..dataflow.operation import names_parameters
+from ..dataflow.prompts.curriculum import Curriculum
 from ..dataflow.prompts.files import is_rows
 from ..dataflow.prompts.formats import ReadArguments
 from ..dataflow.prompts.prompts import Prompts
@@ -61,6 +62,7 @@ def train(
     teacher: str | Path | None = None,
     held_out: Data | Mapping[str, Data] | None = None,
     reading: ReadArguments | None = None,
+    curriculum: Curriculum | None = None,
     steps: int = 100,
     prompts_per_step: int = 64,
     n: int | None = None,
@@ -102,6 +104,8 @@ def train(
             the end. Give several sets as a mapping from names to rows.
         reading: Fields of `ReadSettings` for `data` and `held_out`, such as `{"prompt":
             "problem_text", "too_long": "drop"}`.
+        curriculum: Draw prompts by their measured solve rates, such as
+            `weft.Curriculum(retire=(weft.Gate(at_least=1.0),))`.
         steps: Number of updates.
         prompts_per_step: Number of rows of the data per update.
         n: Number of responses per prompt. None uses the method's default.
@@ -131,6 +135,8 @@ def train(
         raise UserError(f"lora={lora!r} is not an adapter; give one, such as lora=weft.Lora(rank=16)")
     program = Program()
     prompts = _read(program, "prompts", data, model, reading)
+    if curriculum is not None:
+        prompts = program.assign("prompts", Prompts.with_curriculum, prompts, curriculum)
     _check_responses(chosen, method, prompts)
     # With an adapter, the reference is the actor with its adapter off, so it needs no devices.
     placed = [name for name in chosen.groups if lora is None or name != "reference"]

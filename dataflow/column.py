@@ -126,6 +126,12 @@ FINISH_REASON = Column(
 )
 
 # Inputs of training.
+SOLVE_RATE = Column(
+    "solve_rate",
+    float32,
+    "share of the responses to the prompt, those with a vote, that solve it; nan: none has a vote",
+    "a curriculum measures it: prompts.with_curriculum(weft.Curriculum())",
+)
 REWARD = Column("reward", float32, "scalar reward of the complete response")
 SHAPED_REWARD = Column(
     "shaped_reward", float32, "reward with penalties, such as that for long responses"

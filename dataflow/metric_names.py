@@ -141,6 +141,26 @@ tied_groups | groups | groups that `best_and_worst` dropped because their reward
 """,
     ),
     _section(
+        "Curriculum",
+        "A source with a curriculum writes these. A solve rate is the share of solved responses in the "
+        "last two groups of a prompt.",
+        """
+curriculum/active | prompts | prompts that are not retired | above `prompts_per_step` | below it
+curriculum/retired | prompts | prompts that gates have retired | grows slowly | nearly all prompts
+curriculum/returned | prompts | how often a retired prompt has returned so far
+curriculum/returned_early | prompts | how often a retired prompt has returned because no other was left
+    to draw | 0 | rises: all prompts are retired; add data, or loosen the gates
+curriculum/unmeasured | prompts | prompts without a solve rate | falls
+curriculum/lost_groups | groups | groups so far that ended without an outcome, and count neither as
+    solved nor as failed | 0 | rises with every step: see `failed_rows`
+curriculum/solve_rate | 0 to 1 | mean solve rate of the measured prompts | rises | falls
+curriculum/in_POOL | prompts | active prompts in a pool; `new` has those without a solve rate
+curriculum/weight_of_SOURCE | 0 to 1 | share of a source in the drawn prompts while it has queued
+    prompts
+curriculum/solve_rate_of_SOURCE | 0 to 1 | mean solve rate of the measured prompts of a source
+""",
+    ),
+    _section(
         "Generation",
         "`GROUP` is the group of rollout workers, such as `rollout`.",
         """
@@ -340,6 +360,8 @@ _FILLED = {
     "FATE": "|".join(FATES),
     "COLUMN": r"\w+",
     "K": r"\d+",
+    "POOL": r"\w+",
+    "SOURCE": r"[\w.-]+",
     "WHERE": "model|harness|tool|sandbox|task|grader",
 }
 """Patterns for the capital letters of a name."""

@@ -168,7 +168,26 @@ class Estimate(Std):
         return super().value
 
 
-Metric: TypeAlias = Mean | Max | Sum | Std
+@dataclass(frozen=True)
+class GroupCounts:
+    """Two counts for each group, such as (solved, votes). The run uses them, and does not show
+    them. Merging unites the groups.
+
+    >>> GroupCounts({7: (1, 2)}) + GroupCounts({8: (0, 2)})
+    GroupCounts(counts={7: (1, 2), 8: (0, 2)})
+    """
+
+    counts: Mapping[int, tuple[int, int]]
+
+    def __add__(self, other: GroupCounts) -> GroupCounts:
+        return GroupCounts({**self.counts, **other.counts})
+
+    @property
+    def value(self) -> float:
+        return float(len(self.counts))
+
+
+Metric: TypeAlias = Mean | Max | Sum | Std | GroupCounts
 Metrics: TypeAlias = Mapping[str, Metric]
 
 

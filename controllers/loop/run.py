@@ -309,9 +309,9 @@ class Run:
             self._disk.write(self._directory.flush)
             kept = self._saving.folder.positions
             state = self._state(self._disk.write(lambda: self.buffer.checkpoint(kept)))
-            forecasts = self.graph_runs.forecasts
+            write = self.graph_runs.state_files()
             begin = self._saving.begin_checkpoint
-            self._calls.queue(self._disk.write(lambda: begin(state, forecasts)))
+            self._calls.queue(self._disk.write(lambda: begin(state, write)))
 
     def _state(self, position: Position) -> RunState:
         return RunState(

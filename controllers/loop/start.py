@@ -18,15 +18,17 @@ from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch, notes
 from ...dataflow.column import PROMPT_IDS
 from ...dataflow.graph import SOURCE, TRAIN, Graph
+from ...dataflow.prompts.curriculum import PromptQueue, curriculum_of, read_state
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import BUFFER
 from ...dataflow.source import CURSOR, Cursor, positions
 from ..backends.backend import FILE_BYTES, Backend, Files, Setup, this_node
+from ..forecast import read_forecasts
 from ..gateway_process import GatewayProcess
 from ..graph_run import EvaluationRun, GraphRuns, TrainingRun
 from ..own_groups import RECORDER
 from ..ranks.row_io import num_tokens
-from ..recovery.checkpoints import has_state, read_forecasts
+from ..recovery.checkpoints import has_state
 from ..recovery.resume import ResumePoint
 from ..reports.progress import Progress
 from ..run_spec import RunHistory, RunSpec
@@ -265,12 +267,16 @@ def _training_run(
 ) -> TrainingRun:
     ledger, noted = buffer.ledgers[TRAIN], buffer.notes.get(CURSOR)
     cursor = Cursor(noted["issued"], tuple(noted["again"])) if noted else Cursor()
-    order = positions(len(source), spec.seed, shuffle=spec.schedule.shuffle)
+    schedule, issued = spec.schedule, ledger.prompts_issued
     pending = point.state.pending if point is not None and point.with_rows else ()
-    rest = cursor.rest(order, ledger.prompts_issued + len(pending))
-    if point is not None and not point.with_rows:  # the cursor has the pending rows, in their order
-        pending = tuple(itertools.islice(rest, len(cursor.again)))
-    schedule = spec.schedule
+    if (prompts := _prompt_queue(spec, graph, point)) is not None:
+        prompts.draw_again([*cursor.again[issued:], *pending])
+        rest = prompts
+    else:
+        order = positions(len(source), spec.seed, shuffle=schedule.shuffle)
+        rest = cursor.rest(order, issued + len(pending))
+        if point is not None and not point.with_rows:  # the cursor has the pending rows, in their order
+            pending = tuple(itertools.islice(rest, len(cursor.again)))
     train = TrainingRun(
         TRAIN,
         graph,
@@ -280,14 +286,28 @@ def _training_run(
         longest_first=schedule.longest_first,
         steps=schedule.steps,
         start=cursor,
+        prompts=prompts,
     )
-    if isinstance(schedule, Synchronous):
-        rounds = schedule.rounds
+    if prompts is None:
+        rounds = schedule.rounds if isinstance(schedule, Synchronous) else 1
         train.sort_rounds(rounds * schedule.prompts_per_step if rounds > 1 else 1, pending)
     if point is not None:
         train.step, train.begun = point.state.step, True
         train.stopped, train.open = point.state.stopped, ledger.live.groups_at_work > 0
     return train
+
+
+def _prompt_queue(spec: RunSpec, graph: Graph, point: ResumePoint | None) -> PromptQueue | None:
+    """Return the state of the source's curriculum, as in the checkpoint, or None without one."""
+    source = graph.source
+    if (curriculum := curriculum_of(source)) is None:
+        return None
+    shuffle = spec.schedule.shuffle
+    prompts = PromptQueue(curriculum, source.table, name=source.name, seed=spec.seed, shuffle=shuffle)
+    state = None if point is None or point.from_first_row else read_state(point.path)
+    if state is not None:
+        prompts.restore(state)
+    return prompts
 
 
 def _give_up(run: EvaluationRun, history: RunHistory) -> None:

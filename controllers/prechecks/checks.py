@@ -27,6 +27,7 @@ from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import TRAIN, Graph, Handle
 from ...dataflow.operation import Shape
+from ...dataflow.prompts.curriculum import curriculum_of
 from ...dataflow.prompts.prompts import Prompts
 from ...dataflow.runs.directory import check_name
 from ...workers.models.model_folder import different_token, find_model_config
@@ -43,7 +44,7 @@ from ..recovery.changed_settings import (
 )
 from ..recovery.checkpoints import CheckpointConfig, has_state
 from ..recovery.resume import WITHOUT_ROWS, ResumePoint
-from ..reports.symptoms import check_group_sizes
+from ..reports.symptoms import check_curriculum, check_group_sizes
 from ..run_spec import Evaluation, RunSpec
 from ..schedule import Stepwise, Synchronous, Training
 
@@ -170,6 +171,12 @@ def check_tokenizers(graph: Graph) -> None:
 def check_schedule(spec: RunSpec) -> None:
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
+    check_curriculum(train)
+    if (rounds := getattr(spec.schedule, "rounds", 1)) > 1 and curriculum_of(train.source) is not None:
+        raise UserError(
+            f"Synchronous(rounds={rounds}) sorts prompts of later steps by length, and a curriculum chooses them one step at a time; "
+            "use rounds=1, or data without with_curriculum"
+        )
     check_followed(train, spec.schedule)
     check_capacity(train, spec.schedule, spec.buffer)
     for graph in evaluated:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN, Graph, Handle
+from ...dataflow.prompts.curriculum import curriculum_of
 from ...dataflow.source import Source, TableSource, fingerprint
 from ...dataflow.untrusted_text import without_secrets
 
@@ -59,6 +60,8 @@ def recorded_settings(
         found.append((f"rows of {name}", str(len(graph.source.table)), rule))
         found.append((f"data of {name}", _identity(graph), rule))
         found.append((f"numbers of {name}", fingerprint(graph.source), "reported"))
+        if (curriculum := curriculum_of(graph.source)) is not None and name == TRAIN:
+            found += _walk("curriculum", curriculum, "reported")
         for node in graph.nodes:
             found += _walk(f"{name}: {node.name}", node.arguments, "reported")
     rules: dict[str, Rule] = {name: rule for name, _, rule in found}

@@ -3,6 +3,7 @@
     runs/NAME/checkpoints/step_000012/
         run.json        `RunState`: step, policy versions, position in the log
         forecasts.npz   forecasts of response lengths (`../forecast.py`)
+        prompts.arrow   `PromptQueue`: solve rates, queues and retired prompts of a curriculum
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files
 
@@ -19,10 +20,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import Field
 
 from ...dataflow.config import Config
@@ -31,7 +30,7 @@ from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import CHECKPOINTS, Disk, make_folder, remove, set_aside
 from ...dataflow.runs.log import Position
 from ...dataflow.runs.manifest import write_manifest
-from ...dataflow.safe_files import open_file, read_json
+from ...dataflow.safe_files import read_json
 from ...dataflow.source import Cursor
 from ...workers.dispatch import Dispatch
 from ...workers.worker import dispatch_of
@@ -41,7 +40,6 @@ from ...workers.worker import dispatch_of
 
 
 RUN = "run.json"
-FORECASTS = "forecasts.npz"
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,6 @@ class RunState:
             "pending": tuple(fields.get("pending", ())),
         }
         return cls(**{**fields, **read})
-
-
-def read_forecasts(folder: Path) -> dict[str, np.ndarray]:
-    """Return the forecasts in a checkpoint's folder; empty if it has none."""
-    if not (folder / FORECASTS).exists():
-        return {}
-    with open_file(folder / FORECASTS) as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
 
 
 # Checkpoints
@@ -175,18 +165,15 @@ class CheckpointFolder:
         path = self.path_of(step)
         return path.with_name(f".{path.name}.start_{self._run.starts}")
 
-    def make_unfinished(
-        self, state: RunState, forecasts: Mapping[str, np.ndarray] = MappingProxyType({})
-    ) -> Path:
-        """Make the folder of an unfinished checkpoint, with the driver's state. Raises OSError if a
-        write failed, for example on a full disk; the caller may try again."""
+    def make_unfinished(self, state: RunState, write: Callable[[Path], None] = lambda _: None) -> Path:
+        """Make the folder of an unfinished checkpoint, with the driver's state; `write` adds further
+        files. Raises OSError if a write failed, for example on a full disk; the caller may try again."""
         path = self.unfinished(state.step)
         shutil.rmtree(path, ignore_errors=True)
         make_folder(self.path)
         make_folder(path)
         (path / RUN).write_text(json.dumps(asdict(state), indent=2) + "\n")
-        if forecasts:
-            np.savez(path / FORECASTS, **forecasts)  # pyright: ignore[reportArgumentType]
+        write(path)
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:

@@ -15,14 +15,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum, auto
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
-
-import numpy as np
 
 from ...dataflow.errors import DeadlineError, RunError
 from ...dataflow.runs.files import is_full
@@ -133,13 +130,13 @@ class Saving:
     # How to save
 
     def begin_checkpoint(
-        self, state: RunState, forecasts: Mapping[str, np.ndarray] = MappingProxyType({})
+        self, state: RunState, write: Callable[[Path], None] = lambda _: None
     ) -> list[CallRequest]:
-        """Begin a checkpoint. Return requests that make the groups copy their state. No update may
-        be running. Raises OSError if a write failed, for example on a full disk; the caller may try
-        again."""
+        """Begin a checkpoint; `write` adds files to its folder. Return requests that make the groups
+        copy their state. No update may be running. Raises OSError if a write failed, for example on a
+        full disk; the caller may try again."""
         assert not self.under_way
-        path = self.folder.make_unfinished(state, forecasts)
+        path = self.folder.make_unfinished(state, write)
         self._state, self._saved_step = state, state.step
         self.due, self._full_disk = False, ""
         self._begun = self._clock()

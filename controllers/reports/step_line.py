@@ -30,6 +30,7 @@ _COLUMNS = (
     _Column("loss", "loss", ".4f", instead_of="reward"),
     _Column("preference accuracy", "preference_accuracy", ".0%"),
     _Column("no signal", "groups_without_signal", ".0%"),
+    _Column("retired", "curriculum/retired", ",.0f"),
     _Column("length", "response_length", ",.1f"),
     _Column("truncated", "truncation_rate", ".0%"),
     _Column("entropy", "entropy", ".2f"),

@@ -16,11 +16,13 @@ from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
 from ...algorithms.preference import best_and_worst
 from ...algorithms.rewards import penalize_overlong
+from ...algorithms.solve_rates import solve_rates
 from ...dataflow.byte_units import gib
 from ...dataflow.column import RESPONSE_IDS, REWARD
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph, Handle, Node
 from ...dataflow.metric_names import is_of_group
+from ...dataflow.prompts.curriculum import curriculum_of
 from ...workers.reward import RewardConfig
 
 Row = Mapping[str, float]
@@ -89,6 +91,18 @@ def check_group_sizes(graph: Graph) -> None:
                 f"node {node.name!r}{of} compares the responses to a prompt with each other, but n=1 samples one response each: "
                 "nothing would be learned. Set n=2 or more, such as n=8, or use a method with another baseline: PPO (a critic) or "
                 "ReMax (advantages=greedy_baseline)"
+            )
+
+
+def check_curriculum(graph: Graph) -> None:
+    """Raise a `UserError` if a curriculum's groups can never have enough votes."""
+    curriculum = curriculum_of(graph.source)
+    for node in graph.nodes if curriculum is not None else ():
+        rows = _rows_of_group(graph, node) if node.function is solve_rates else None
+        if curriculum is not None and rows is not None and curriculum.votes > rows:
+            raise UserError(
+                f"Curriculum(votes={curriculum.votes}): a group counts from {curriculum.votes} votes on, but a prompt has {rows} "
+                f"responses; set votes={rows} or less, or n={curriculum.votes} or more"
             )
 
 
@@ -324,6 +338,19 @@ def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
 
 
+def _all_retired(past: _Past) -> str | None:
+    early = past.last.get("curriculum/returned_early")
+    if early is None:
+        return None
+    if not early:
+        return ""
+    retired = past.last.get("curriculum/retired", 0.0)
+    return (
+        f"the curriculum had no prompt left to draw, so {early:,.0f} retired prompts have returned early; "
+        f"{retired:,.0f} are retired now"
+    )
+
+
 def _memory_low(past: _Past) -> str | None:
     free, limit = past.last.get("host_free_bytes"), past.last.get("host_limit_bytes")
     if free is None or not limit:
@@ -417,6 +444,12 @@ SYMPTOMS = (
         steps=3,
     ),
     _Symptom(
+        "all_retired",
+        _all_retired,
+        "If they retired because they are solved, end the run or add harder prompts. Otherwise, loosen the gates, or give them "
+        "return_after=...",
+    ),
+    _Symptom(
         "memory_low",
         _memory_low,
         "Ray ends a worker when a twentieth is left, the kernel when none is left. Try smaller microbatches, fewer ranks on a node, "
@@ -439,7 +472,7 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, only_shaping, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, memory_low, \
+are no_signal, signal_lost, only_shaping, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, all_retired, memory_low, \
 memory_grows, short_step
 
     Raises:

@@ -262,6 +262,8 @@ KINDS = (
     _Card("loss", "loss", "loss", floor=None),
     _Card("accuracy", "held-out", "|".join(SCORES), scope="evaluation"),
     _Card("signal", "groups without signal", "groups_without_signal", form="share"),
+    _Card("solved", "solve rate of prompts", "solve_rate", form="share"),
+    _Card("retired", "retired prompts", "retired", form="count"),
     _Card("entropy", "entropy", "entropy"),
     _Card("kl", "KL from the reference", "kl"),
     _Card("length", "response length", "response_length", form="count"),

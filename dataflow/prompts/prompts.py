@@ -23,10 +23,11 @@ import xxhash
 from ..batch import Batch
 from ..column import IDENTITY, IMAGES
 from ..errors import UserError
-from ..json_values import is_json, readable_by_arrow
+from ..json_values import CANNOT_HOLD, is_json, joined, readable_by_arrow
 from ..untrusted_text import beginning, both_ends, one_line
 from .answers import IMAGE_COLUMNS, Answers, Images, find_answers, find_images
 from .conversations import Texts
+from .curriculum import Curriculum
 from .files import Rows, read_rows, refuse_mixed, rows_in_memory
 from .formats import (
     Format,
@@ -308,6 +309,22 @@ class _Observer:
         )
 
 
+@dataclass(frozen=True)
+class _MixedUnderstanding:
+    """Summary of how Weft read several sources that are joined."""
+
+    parts: tuple[_Understanding | _MixedUnderstanding, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows left out after the sources were joined."""
+
+    def without(self, rows: int, reason: str) -> _MixedUnderstanding:
+        return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
+
+    def __str__(self) -> str:
+        dropped = [f"left out  {number:,}: {reason}" for reason, number in self.dropped.items()]
+        return "\n".join([*map(str, self.parts), *dropped])
+
+
 def _roles(
     format: Format, answers: Answers | None, names: Sequence[str], chat: bool, images: Images | None
 ) -> dict[str, str]:
@@ -450,8 +467,10 @@ class Prompts:
     """How to handle prompts that exceed the model's context: "error" or "drop"."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
     """Columns copied unchanged from the file. Weft never takes them for its own."""
-    understood: _Understanding | None = field(default=None, repr=False)
+    understood: _Understanding | _MixedUnderstanding | None = field(default=None, repr=False)
     """Summary of how Weft read the rows; None without `read` or `from_rows`."""
+    curriculum: Curriculum | None = field(default=None, repr=False)
+    """Which rows training draws next; None draws them in the order of the schedule."""
 
     @classmethod
     def read(
@@ -625,6 +644,65 @@ class Prompts:
                 int(source_rows[long[0]]),
             )
         return self._keeping(lengths <= limit, f"longer than max_prompt_tokens={limit}")
+
+    @classmethod
+    def mix(cls, sources: Mapping[str, Prompts]) -> Prompts:
+        """Join sources to one, whose column `source` names the source of each row. A row has null in
+        the columns that its source lacks. `Curriculum(sources="source")` weights the sources.
+
+        Raises:
+            UserError: `sources` is empty, or a column has different types in two of them.
+
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> byte = Tokenizer(Backend(models.BPE({c: i for i, c in enumerate("0123456789+")}, [])))
+        >>> sums = Prompts.from_rows([{"prompt": "1+2", "level": 1}], byte)
+        >>> mixed = Prompts.mix({"easy": sums, "hard": Prompts.from_rows([{"prompt": "12+34"}], byte)})
+        >>> mixed.table.select(["prompt", "level", "source"]).to_pylist()
+        [{'prompt': '1+2', 'level': 1, 'source': 'easy'}, {'prompt': '12+34', 'level': None, 'source': 'hard'}]
+        """
+        if not sources:
+            raise UserError("Prompts.mix() got no sources; give a mapping of names to Prompts")
+        names = list(dict.fromkeys(column for one in sources.values() for column in one.columns))
+        if "source" in names:
+            raise UserError(
+                "Prompts.mix() writes the column 'source', which a source has; rename it there"
+            )
+        columns: dict[str, pa.ChunkedArray] = {}
+        for name in names:
+            parts = [
+                one.table.column(name) if name in one.columns else pa.chunked_array([pa.nulls(len(one))])
+                for one in sources.values()
+            ]
+            try:
+                columns[name] = joined(parts)
+            except CANNOT_HOLD:
+                kinds = {
+                    of: type_name(one.table.schema.field(name).type)
+                    for of, one in sources.items()
+                    if name in one.columns
+                }
+                raise UserError(
+                    f"Prompts.mix(): column {name!r} has different types ({', '.join(f'{k}: {v}' for k, v in kinds.items())}); "
+                    "convert it in the files, or rename it"
+                ) from None
+        of_rows = [name for name, one in sources.items() for _ in range(len(one))]
+        columns["source"] = pa.chunked_array([pa.array(of_rows, pa.string())])
+        first = next(iter(sources.values()))
+        understood = [one.understood for one in sources.values() if one.understood is not None]
+        whole = replace(
+            first,
+            name="+".join(sources),
+            table=pa.table(columns),
+            format=" + ".join(dict.fromkeys(one.format for one in sources.values())),
+            dropped=sum(one.dropped for one in sources.values()),
+            file_columns=frozenset({"source"}).union(*(one.file_columns for one in sources.values())),
+            understood=_MixedUnderstanding(tuple(understood)) if understood else None,
+        )
+        return whole._compact()
+
+    def with_curriculum(self, curriculum: Curriculum) -> Prompts:
+        """Let training draw the prompts by their measured solve rates. Evaluations ignore this."""
+        return replace(self, curriculum=curriculum)
 
     def up_to(self, tokens: int) -> Prompts:
         """Like `keeping_short`, for prompts of at most `tokens` tokens."""

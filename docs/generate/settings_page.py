@@ -60,6 +60,7 @@ from weft.controllers.simulation.costs import (
 )
 from weft.dataflow.buffer.sample_buffer import BufferConfig
 from weft.dataflow.config import Config
+from weft.dataflow.prompts.curriculum import Curriculum, Gate, Pool
 from weft.dataflow.prompts.formats import ReadSettings
 from weft.workers.actor import ActorConfig
 from weft.workers.adaptive_kl import AdaptiveKlConfig
@@ -120,6 +121,11 @@ SECTIONS = (
         (Driver, Stepwise, InParts, Asynchronous, CheckpointConfig, BufferConfig),
     ),
     Section("Data", "Arguments of `Prompts.read` and `Prompts.from_rows`.", (ReadSettings,)),
+    Section(
+        "Curriculum",
+        "Arguments of `weft.Curriculum`, for `Prompts.with_curriculum` and `weft.train(curriculum=...)`.",
+        (Curriculum, Pool, Gate),
+    ),
     Section(
         "Models that are trained",
         "Arguments of `weft.group(weft.ActorWorker, ...)` and of groups of other workers with a model.",
@@ -305,13 +311,12 @@ process, Weft refuses unknown names, with the nearest known one, and bad values,
 def page() -> str:
     """Return the text of docs/settings.md."""
     number = counts()
-    run = sum(
-        number[s.title] for s in SECTIONS if s.title not in ("Losses", "Graders", "Simulated runs")
-    )
+    apart = ("Curriculum", "Losses", "Graders", "Simulated runs")
+    run = sum(number[s.title] for s in SECTIONS if s.title not in apart)
     parts = [
         INTRODUCTION,
         f"There are {run} settings of a run, {number['Driver']} arguments of the driver, {number['Losses']} settings of losses, "
-        f"{number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
+        f"{number['Curriculum']} of curricula, {number['Graders']} of graders, and {number['Simulated runs']} costs of simulated runs.\n",
     ]
     for section in SECTIONS:
         parts.append(f"## {section.title}\n\n{section.text}\n")

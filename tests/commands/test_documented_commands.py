@@ -1,5 +1,6 @@
 """docs/commands.md names every command, and each of its examples runs."""
 
+import json
 import re
 import shlex
 import shutil
@@ -46,6 +47,8 @@ def test_the_example_of_a_command_runs(
 ):
     for name, run in (("my-run", "two"), ("your-run", "one")):
         shutil.copytree(finished / run, tmp_path / "runs" / name)
+    for name, question in (("train", "2 + 2?"), ("test", "3 + 3?")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": question}) + "\n")
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(example)[1:]) == 0
     assert capsys.readouterr().out

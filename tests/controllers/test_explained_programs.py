@@ -151,6 +151,15 @@ import weft
 SIZE = 4
 weft.train("model", "prompts.jsonl", lambda response: len(response) / SIZE, TRAIN, explain=True)
 """,
+    "a curriculum": """
+import weft
+from weft.dataflow.prompts.curriculum import learnability
+def reward(response: str) -> float:
+    return len(response) / 4
+POOLS = [weft.Pool(name="hard", up_to=0.5), weft.Pool(name="easy", share=2)]
+curriculum = weft.Curriculum(pools=POOLS, retire=[weft.Gate(at_least=1.0)], sources="answer", follow=learnability)
+weft.train("model", "prompts.jsonl", reward, TRAIN, curriculum=curriculum, explain=True)
+""",
     "two lambdas on a line": """
 import weft
 from weft.workers.rewards.function import Reward

@@ -18,7 +18,7 @@ from weft.dataflow.metric_names import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = ("algorithms", "workers", "controllers")
+FLOORS = ("algorithms", "workers", "controllers", "dataflow/prompts")
 MAKERS = {"Mean", "Max", "Sum", "Std"}
 OF_FUNCTIONS = {"observed", "_observed"}
 """Functions that make metrics from a mapping's items, or from keywords."""
