@@ -143,6 +143,20 @@ class _Understanding:
     notes: tuple[str, ...]
     """Warnings, for example about empty responses, equal pairs or ignored fields."""
     dropped: Mapping[str, int] = field(default_factory=dict)
+    sources: tuple[_Understanding, ...] = ()
+    """Summaries of the sources of a mixture."""
+
+    @classmethod
+    def of_mixture(cls, sources: Sequence[_Understanding], lengths: np.ndarray) -> _Understanding:
+        """Return the summary of joined sources whose prompts have these lengths [tokens]."""
+        return replace(
+            sources[0],
+            source=" + ".join(one.source for one in sources),
+            rows=len(lengths),
+            prompts=_Lengths.of(lengths),
+            dropped={},
+            sources=tuple(sources),
+        )
 
     def without(self, rows: int, reason: str) -> _Understanding:
         return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
@@ -156,6 +170,10 @@ class _Understanding:
         used = [f"{named[name]} as {' and '.join(roles[name])}" for name in named if roles[name]]
         kept = [named[name] for name in named if not roles[name]]
         more = f" and {len(kept) - _NAMED:,} more columns" if len(kept) > _NAMED else ""
+        dropped = [f"{rows:,} of {self.rows:,}: {reason}" for reason, rows in self.dropped.items()]
+        if self.sources:
+            of_mixture = [f"left out of the mixture: {'; '.join(dropped)}"] if dropped else []
+            return "\n".join([*map(str, self.sources), *of_mixture])
         lines = [f"{self.source}: {_rows(self.rows)}, read as {self.format}"]
         lines += [f"  default   {choice}" for choice in self.choices]
         lines.append(f"  reads     {'; '.join(used)}")
@@ -176,7 +194,6 @@ class _Understanding:
         if self.responses is not None:
             lines.append(f"  responses {self.responses}")
         lines += [f"  note      {note}" for note in self.notes]
-        dropped = [f"{rows:,} of {self.rows:,}: {reason}" for reason, rows in self.dropped.items()]
         lines.append(f"  left out  {'; '.join(dropped) or 'none'}")
         for number, example in enumerate(self.examples, start=1):
             lines += _example_lines(number, example)
@@ -307,22 +324,6 @@ class _Observer:
             images="" if images is None else str(images),
             notes=tuple(self._notes(rows, sum(map(len, responses)))),
         )
-
-
-@dataclass(frozen=True)
-class _MixedUnderstanding:
-    """Summary of how Weft read several sources that are joined."""
-
-    parts: tuple[_Understanding | _MixedUnderstanding, ...]
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Rows left out after the sources were joined."""
-
-    def without(self, rows: int, reason: str) -> _MixedUnderstanding:
-        return replace(self, dropped={**self.dropped, reason: self.dropped.get(reason, 0) + rows})
-
-    def __str__(self) -> str:
-        dropped = [f"left out  {number:,}: {reason}" for reason, number in self.dropped.items()]
-        return "\n".join([*map(str, self.parts), *dropped])
 
 
 def _roles(
@@ -467,8 +468,9 @@ class Prompts:
     """How to handle prompts that exceed the model's context: "error" or "drop"."""
     file_columns: frozenset[str] = field(default=frozenset(), repr=False)
     """Columns copied unchanged from the file. Weft never takes them for its own."""
-    understood: _Understanding | _MixedUnderstanding | None = field(default=None, repr=False)
-    """Summary of how Weft read the rows; None without `read` or `from_rows`."""
+    understood: _Understanding | None = field(default=None, repr=False)
+    """Summary of how Weft read the rows; None without `read` or `from_rows`. That of a mixture has the
+    columns and roles of its first source."""
     curriculum: Curriculum | None = field(default=None, repr=False)
     """Which rows training draws next; None draws them in the order of the schedule."""
 
@@ -696,8 +698,10 @@ class Prompts:
             format=" + ".join(dict.fromkeys(one.format for one in sources.values())),
             dropped=sum(one.dropped for one in sources.values()),
             file_columns=frozenset({"source"}).union(*(one.file_columns for one in sources.values())),
-            understood=_MixedUnderstanding(tuple(understood)) if understood else None,
         )
+        if understood:
+            lengths = _lengths(whole.table, "prompt_ids")
+            whole = replace(whole, understood=_Understanding.of_mixture(understood, lengths))
         return whole._compact()
 
     def with_curriculum(self, curriculum: Curriculum) -> Prompts:
