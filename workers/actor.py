@@ -265,7 +265,7 @@ class ActorWorker(TrainedWorker):
 def _check_kept_sets(node: Node) -> None:
     """Check that an update does not compare whole distributions with a teacher, and probabilities over
     kept sets with another policy."""
-    loss = node.arguments.get("loss")
+    loss: Loss | None = node.arguments.get("loss")
     if loss is None or str(KEPT_IDS) not in node.reads or str(TEACHER_IDS) not in loss.reads:
         return
     compared = {*map(str, (RESPONSE_LOGPROBS, OLD_LOGPROBS, REFERENCE_LOGPROBS))}

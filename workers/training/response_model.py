@@ -140,6 +140,7 @@ class ResponseModel(nn.Module):
         targets: Tensor,
         temperatures: Tensor | None,
         kept_sets: KeptSets | None = None,
+        *,
         entropy: bool = False,
         top: int = 0,
     ) -> tuple[Tensor, Tensor | None]:

@@ -542,7 +542,10 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
 
         if __name__ == "__main__":
             model = TransformersEngine(sys.argv[1]).model
-            engine = VllmEngine(sys.argv[1], VllmSettings(tensor_parallel=2, max_num_seqs=64, kv_cache_gib=0.05))
+            settings = VllmSettings(tensor_parallel=2, max_num_seqs=64, kv_cache_gib=0.05)
+            engine = VllmEngine(sys.argv[1], settings, kept_sets=True)
+            for sampling in t.SAMPLINGS:
+                t.test_kept_sets_are_the_tokens_that_could_be_sampled(engine, model, sampling)
             t.test_logprobs_follow_new_weights_and_show_a_skipped_update(engine, model, WeightPublisher())
             engine.close()
             print("done", flush=True)

@@ -75,7 +75,9 @@ def test_rows_together_answer_as_transformers_does_with_each_alone(name: str):
         assert float(expected.std()) > 0.1
         for entropy in (False, True):
             with torch.no_grad():
-                found, _ = together(ids, lengths, torch.arange(len(ids)), ids, temperatures, entropy)
+                found, _ = together(
+                    ids, lengths, torch.arange(len(ids)), ids, temperatures, entropy=entropy
+                )
             assert float((found.double() - expected).abs().max()) < (
                 1e-3 if name == "RecurrentGemma" else 5e-5
             )

@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_the_probabilities_over_the_kept_sets(tiny_model
     model, logprobs, entropies = exact(tiny_model, ROWS)
     mask = rows.ragged("response_mask")[0].double()
     values = -logprobs
-    if isinstance(loss, PolicyLoss):  # on policy, the ratio's gradient is that of the log-probability
+    if isinstance(loss, PolicyLoss):  # on policy, the ratio has the gradient of the log-probability
         values = -rows.ragged("advantages")[0].double() * logprobs - 0.3 * entropies
         assert metrics["max_logprob_gap"] < 1e-5 and metrics["mean_logprob_gap"] < 1e-6
     ((values * mask).sum() / mask.sum()).backward()
