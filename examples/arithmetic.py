@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -128,8 +128,17 @@ def make_data(folder: Path, seed: int) -> None:
     (folder / "supervised.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int = 2) -> None:
-    """Save a Qwen2 model with random weights, and a tokenizer with one token per character."""
+def make_model(
+    folder: str | Path,
+    seed: int,
+    hidden_size: int = 64,
+    layers: int = 2,
+    *,
+    symbols: Sequence[str] = SYMBOLS,
+    pattern: str = ".",
+) -> None:
+    """Save a Qwen2 model with random weights, and a tokenizer with these symbols. Each match of the
+    pattern is a token; by default, each character."""
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse
@@ -138,16 +147,16 @@ def make_model(folder: str | Path, seed: int, hidden_size: int = 64, layers: int
 
     disable_progress_bar()
 
-    characters = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    characters.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.decoder = Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="E", bos_token="B"
+        tokenizer_object=backend, pad_token="<pad>", eos_token="E", bos_token="B"
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(SYMBOLS),
+        vocab_size=len(symbols),
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
         num_hidden_layers=layers,
@@ -171,23 +180,40 @@ def warm_start(
     layers: int = 2,
     accuracy: float = WARM_ACCURACY,
 ) -> None:
-    """Train a new model on correct answers, with the driver for RL and another graph.
-
-    Args:
-        folder: folder with the data.
-        steps: maximum number of updates.
-        name: subfolder of `folder` for the trained model.
-        accuracy: held-out accuracy that ends the training.
-    """
+    """Train a new model on the correct answers in a folder of data; see `supervise`."""
     model = folder / f"untrained_{name}"
     make_model(model, seed, layers=layers)
     answers = weft.Prompts.read(folder / "supervised.jsonl", model)
     held_out = weft.Prompts.read(folder / "held_out.parquet", model)
+    sizes = {"seed": seed, "steps": steps, "accuracy": accuracy, "max_tokens": 4}
+    supervise(model, answers, held_out, exact_match, folder / name, **sizes)
+
+
+def supervise(
+    model: Path,
+    answers: weft.Prompts,
+    held_out: weft.Prompts,
+    function: Callable[..., float],
+    out: Path,
+    *,
+    seed: int,
+    steps: int,
+    max_tokens: int,
+    accuracy: float = WARM_ACCURACY,
+) -> None:
+    """Train a model on correct answers, with the driver for RL and another graph.
+
+    Args:
+        function: reward function of held-out responses.
+        out: folder for the trained model.
+        steps: maximum number of updates.
+        accuracy: held-out accuracy that ends the training.
+    """
     actor = weft.group(weft.ActorWorker, model=str(model), learning_rate=3e-3, warmup_steps=20)
     rollout = weft.group(weft.RolloutWorker, model=str(model), engine="transformers")
-    reward = weft.group(weft.RewardWorker, function=exact_match, tokenizer=str(model))
+    reward = weft.group(weft.RewardWorker, function=function, tokenizer=str(model))
     rollout.follows(actor)
-    greedy = weft.Sampling(temperature=0, max_tokens=4)
+    greedy = weft.Sampling(temperature=0, max_tokens=max_tokens)
     with weft.Driver(
         supervised(answers, actor=actor),
         schedule=weft.Synchronous(steps=steps, prompts_per_step=256),
@@ -195,13 +221,13 @@ def warm_start(
             weft.Evaluation(evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy), every=4)
         ],
         stop=lambda metrics: metrics.get("eval/reward/mean", 0.0) >= accuracy,
-        root=folder,
-        name=f"warm_start_{name}",
+        root=out.parent,
+        name=f"warm_start_{out.name}",
         record_every=0,
         seed=seed,
     ) as driver:
         driver.run()
-        driver.call(actor, "save", path=folder / name)
+        driver.call(actor, "save", path=out)
 
 
 def prepare(root: Path, seed: int, small: bool = False) -> Path:

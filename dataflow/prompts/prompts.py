@@ -556,6 +556,8 @@ class Prompts:
         Args:
             task: one of its hundred tasks, such as "chain_sum", "countdown" or "maze".
             size: rows to make. Equal questions are kept once, so there may be fewer.
+            seed: first seed of the rows. Neighbouring seeds share nearly all rows, so use `hold_out`
+                for evaluations.
             level: level of the task's curriculum, from 0; None for its default settings.
             difficulty: settings of the task, such as `{"max_terms": 3}`.
             settings: fields of `ReadSettings`.

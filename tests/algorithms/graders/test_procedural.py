@@ -33,6 +33,11 @@ def test_rows_can_be_graded_and_held_out_rows_are_others():
         assert grader("<answer>12345</answer>", **same) < 0.5
 
 
+def test_questions_of_another_seed_are_no_held_out_set():
+    asked = [{row["prompt"] for row in task_rows("chain_sum", 50, seed, None, {})} for seed in (0, 1)]
+    assert len(asked[0] & asked[1]) >= 48, "docs/data.md says so"
+
+
 def test_several_answers_may_be_right():
     row = task_rows("countdown", 3, 7, None, {})[1]
     same = {name: row[name] for name in ("task", "task_settings", "task_number")}
