@@ -147,6 +147,22 @@ def test_requests_of_both_kinds_decode_together_and_only_one_has_kept_sets(
         assert kept is None or kept.counts.tolist() == [3] * len(found[ticket].token_ids)
 
 
+def test_new_weights_and_recomputed_keys_in_the_middle_lose_no_kept_set(
+    engine: GenerationEngine, model: Any, publisher: WeightPublisher
+) -> None:
+    sampling = Sampling(max_tokens=24, top_k=5, stop=None)
+    steps = generate(engine, requests_of(prompts_of(4)), sampling)
+    found = [response for _ in range(8) for response in next(steps)]
+    engine.update_weights(published(model, publisher, version=engine.version + 1, scale=1.2))
+    publisher.finish()
+    engine.recompute()
+    found += [response for step in steps for response in step]
+    assert len(found) == 16
+    for response in found:
+        assert response.kept_sets is not None and response.kept_sets.counts.tolist() == [5] * 24
+        assert (response.kept_sets.ids.reshape(24, 5) == response.token_ids[:, None]).any(1).all()
+
+
 def test_kept_sets_of_requests_that_are_given_up_are_forgotten(engine: GenerationEngine) -> None:
     requests, sampling = requests_of(prompts_of(6)), Sampling(max_tokens=24, top_k=3)
     steps = generate(engine, requests, sampling)
