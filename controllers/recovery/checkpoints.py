@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step_000012/
         run.json        `RunState`: step, policy versions, position in the log
-        forecasts.npz   forecasts of response lengths (`../forecast.py`)
+        forecasts.arrow forecasts of response lengths (`../forecast.py`)
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files
 
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from pydantic import Field
 
 from ...dataflow.config import Config
@@ -41,7 +42,7 @@ from ...workers.worker import dispatch_of
 
 
 RUN = "run.json"
-FORECASTS = "forecasts.npz"
+FORECASTS = "forecasts.arrow"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,18 @@ def read_forecasts(folder: Path) -> dict[str, np.ndarray]:
     """Return the forecasts in a checkpoint's folder; empty if it has none."""
     if not (folder / FORECASTS).exists():
         return {}
-    with open_file(folder / FORECASTS) as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
+    with open_file(folder / FORECASTS) as file, pa.ipc.open_file(file) as arrays:
+        table = arrays.read_all()
+    names, values = table["name"].to_pylist(), table["values"].combine_chunks()
+    return {name: values[k].values.to_numpy() for k, name in enumerate(names)}
+
+
+def _write_forecasts(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write [n] int64 arrays to a file, a row each."""
+    values = pa.array(arrays.values(), pa.list_(pa.int64()))
+    table = pa.table({"name": list(arrays), "values": values})
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
 
 
 # Checkpoints
@@ -186,7 +197,7 @@ class CheckpointFolder:
         make_folder(path)
         (path / RUN).write_text(json.dumps(asdict(state), indent=2) + "\n")
         if forecasts:
-            np.savez(path / FORECASTS, **forecasts)  # pyright: ignore[reportArgumentType]
+            _write_forecasts(path / FORECASTS, forecasts)
         return path
 
     def complete(self, step: int, values: Values, advance: Callable[[], None]) -> None:
