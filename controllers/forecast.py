@@ -1,5 +1,5 @@
-"""LengthForecast: how long the responses to a prompt will be, judged by earlier responses. Rounds:
-the order of prompts in which long responses share a step."""
+"""LengthForecast: forecasts response lengths from earlier responses. Rounds: sorts prompts by these
+forecasts, so that long responses share a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from ..dataflow.buffer.leases import Forecast
 from ..dataflow.safe_files import open_file
 
-FORECASTS = "forecasts.npz"
+FORECASTS = "forecasts.arrow"
 """File of a checkpoint with the state of all forecasts."""
+
+_HALF = 1 << 62
 
 
 class LengthForecast:
@@ -29,7 +32,7 @@ class LengthForecast:
     prompt resemble each other. Without any relation, all rows get almost the same forecast, and the
     order of generation does not change.
 
-    All sums are integers, so a forecast does not depend on the order in which responses arrive.
+    All sums are integers, so the order of arrival does not change a forecast.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -81,8 +84,9 @@ class LengthForecast:
         return np.clip(y / number + slope * (prompt_tokens - x / number), 1, self._longest)
 
     def _weights(self, number: np.ndarray) -> np.ndarray:
-        """Return the weights of means of so many responses: the share of their variance that depends
-        on the prompt, by an analysis of variance. If no prompt has two responses: a half."""
+        """Return the weight of each mean, given its number of responses: the share of its variance
+        that depends on the prompt, by an analysis of variance. A half if no prompt has two
+        responses."""
         rows = np.flatnonzero(self._number > 1)
         each, tokens = self._number[rows].astype(float), self._tokens[rows].astype(float)
         groups, total = len(rows), float(each.sum())
@@ -102,12 +106,13 @@ class LengthForecast:
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """Arrays from which `restore` restores the forecast."""
+        """The forecast as [n] int64 arrays, for `restore`."""
         rows = np.flatnonzero(self._number)
         return {
             "size": np.array([len(self._number), self._longest]),
-            "rows": np.stack([rows, *(column[rows] for column in self._columns)]),
-            "sums": np.array([str(each) for each in self._sums]),  # they may exceed int64
+            "rows": np.concatenate([rows, *(column[rows] for column in self._columns)]),
+            # The sums may exceed int64.
+            "sums": np.array([half for each in self._sums for half in divmod(each, _HALF)]),
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
@@ -115,35 +120,42 @@ class LengthForecast:
         size, longest = state["size"].tolist()
         if size != len(self._number):
             return
-        rows, *values = state["rows"]
+        rows, *values = np.split(state["rows"], 1 + len(self._columns))
         for column, own in zip(self._columns, values, strict=True):
             column[rows] = own
-        self._sums, self._longest = [int(each) for each in state["sums"].tolist()], longest
+        halves = state["sums"].tolist()
+        self._sums = [high * _HALF + low for high, low in zip(halves[::2], halves[1::2], strict=True)]
+        self._longest = longest
 
 
 # Checkpoints
 
 
 def write_forecasts(folder: Path, state: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name into a checkpoint's folder, if there are any."""
+    """Write [n] int64 arrays by name into a checkpoint's folder, if there are any."""
     if state:
-        np.savez(folder / FORECASTS, **state)  # pyright: ignore[reportArgumentType]
+        values = pa.array(state.values(), pa.list_(pa.int64()))
+        table = pa.table({"name": list(state), "values": values})
+        with pa.ipc.new_file(folder / FORECASTS, table.schema) as file:
+            file.write_table(table)
 
 
 def read_forecasts(folder: Path) -> dict[str, np.ndarray]:
     """Return the arrays in a checkpoint's folder; empty if it has none."""
     if not (folder / FORECASTS).exists():
         return {}
-    with open_file(folder / FORECASTS) as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
+    with open_file(folder / FORECASTS) as file, pa.ipc.open_file(file) as arrays:
+        table = arrays.read_all()
+    names, values = table["name"].to_pylist(), table["values"].combine_chunks()
+    return {name: values[k].values.to_numpy() for k, name in enumerate(names)}
 
 
 # The order of prompts
 
 
 class Rounds:
-    """An order of prompts in which those with long responses share steps ("long rounds",
-    arXiv:2509.21009), so that the other steps are short.
+    """Sorts prompts so that long responses share steps ("long rounds", arXiv:2509.21009), and the
+    other steps are short.
 
         positions = Rounds(positions, 8 * prompts_per_step, expect)
         next(positions)

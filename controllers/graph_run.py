@@ -117,7 +117,7 @@ class GraphRun(ABC):
             lease.token, lease.positions[places], lease.num_tokens[places], lengths
         )
         if not lease.forecast.is_empty:
-            # Sums of whole tokens do not depend on the order in which responses arrive.
+            # The order of arrival does not change sums of whole tokens.
             error = Mean(float(np.abs(expected - lengths).sum()), float(lengths.sum()))
             self.add_metrics(lease, {f"{lease.node.group}/forecast_error": error})
 

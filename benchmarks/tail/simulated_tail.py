@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from work import Work
-from workloads import prepare
+from workloads import Workload, prepare
 from workloads import reward as score
 
 import weft
 from weft.algorithms.grpo import grpo
 from weft.controllers.simulation.costs import CostModel, Generation, LogNormal
+from weft.dataflow.runs.files import BUFFER, LOG
+from weft.dataflow.runs.log import LogReader
 
 PROMPTS, SAMPLES, EPOCH_STEPS, EPOCHS = 256, 8, 8, 3
 REPLICAS, SLOTS = 16, 64
 PROMPT_SHARE = 0.7
 DECODE_STEP_S = ((1, 0.015), (256, 0.025))
+OTHER_SHARES = (0.5, 0.9)
 LENGTHS = LogNormal(mean=2000, sigma=1.0, max_tokens=16384, prompt_share=PROMPT_SHARE)
 
 
@@ -40,35 +42,64 @@ class InOrder(weft.Synchronous):
 class Generated:
     step_s: np.ndarray
     """[steps] Seconds of generation."""
-    idle: np.ndarray
-    """[steps] Share of this time in which a replica has no response left, mean over replicas."""
+    idle_s: np.ndarray
+    """[steps] Seconds that a replica waits for the last one, mean over replicas."""
+    prompt_tokens: np.ndarray
+    """[groups] Mean length of the responses of each group, from the second epoch on."""
     error: float
     """Error of the forecasts in the last epoch."""
 
 
 def measure() -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="weft-tail-") as root:
-        work = Work(groups=PROMPTS, samples=SAMPLES, warm_up=0, counted=EPOCH_STEPS, tail=0)
-        tiny = replace(work, longest=LENGTHS.max_tokens)
-        tiny = replace(tiny, vocabulary=256, hidden=64, layers=2, heads=2, mlp=128)
-        folder = prepare(tiny.workload(), Path(root) / "work")
-        steps = {"steps": EPOCHS * EPOCH_STEPS, "prompts_per_step": PROMPTS}
-        in_order, longest_first = (run(kind(**steps), folder) for kind in (InOrder, weft.Synchronous))
+        sizes: dict[str, Any] = {"vocabulary": 256, "hidden": 64, "layers": 2, "heads": 2, "mlp": 128}
+        prompts = PROMPTS * EPOCH_STEPS
+        workload = Workload("tail", num_prompts=prompts, max_tokens=LENGTHS.max_tokens, **sizes)
+        folder = prepare(workload, Path(root) / "work")
+        steps: dict[str, Any] = {"steps": EPOCHS * EPOCH_STEPS, "prompts_per_step": PROMPTS}
+        runs = {
+            "in order": run(InOrder(**steps), folder),
+            "longest first": run(weft.Synchronous(**steps), folder),
+            "with rounds": run(weft.Synchronous(**steps, rounds=EPOCH_STEPS), folder),
+        }
+        sampled = run(InOrder(**steps), folder, seed=1)
+        schedules = (InOrder(**steps), weft.Synchronous(**steps, rounds=EPOCH_STEPS))
+        others = {
+            share: [run(schedule, folder, share=share) for schedule in schedules]
+            for share in OTHER_SHARES
+        }
     first, later = slice(0, EPOCH_STEPS), slice(EPOCH_STEPS, None)
-    for name, each in (("in order", in_order), ("longest first", longest_first)):
-        seconds, idle = each.step_s[later].mean(), each.idle[later].mean()
-        print(f"  {name}: {seconds:.1f} s, idle {idle:.1%}, forecast error {each.error:.2f}")
+    for name, each in runs.items():
+        seconds, idle_s = each.step_s[later].mean(), each.idle_s[later].mean()
+        said = f"{seconds:.1f} s, idle {idle_s:.1f} s, forecast error {each.error:.2f}"
+        print(f"  {name}: {said}; last epoch {each.step_s[-EPOCH_STEPS:].round().tolist()}")
+    in_order, longest_first, rounds = runs.values()
+    idle_change = rounds.idle_s[later].mean() / in_order.idle_s[later].mean() - 1
+    others |= {PROMPT_SHARE: [in_order, rounds]}
+    by_share = {share: ratio(*(each.step_s[later] for each in own)) for share, own in others.items()}
     return {
+        "sync_speedup_256": by_share[PROMPT_SHARE],
+        "sync_speedup_by_share": {share: by_share[share] for share in sorted(by_share)},
         "longest_first_speedup_256": ratio(in_order.step_s[later], longest_first.step_s[later]),
         "first_epoch_speedup_256": ratio(in_order.step_s[first], longest_first.step_s[first]),
+        "tail_idle_change": round(float(idle_change), 3),
+        "length_bias": bias(rounds.prompt_tokens, sampled.prompt_tokens),
     }
+
+
+def bias(trained: np.ndarray, sampled: np.ndarray) -> list[float]:
+    """Return a 95 % interval of the relative difference of two means, from independent groups."""
+    mean = sampled.mean()
+    error = np.sqrt(trained.var() / len(trained) + sampled.var() / len(sampled))
+    low, high = (trained.mean() - mean + sign * 1.96 * error for sign in (-1, 1))
+    return [round(float(low / mean), 4), round(float(high / mean), 4)]
 
 
 def ratio(before: np.ndarray, after: np.ndarray) -> float:
     return round(float(before.mean() / after.mean()), 3)
 
 
-def run(schedule: Any, folder: Path, seed: int = 0) -> Generated:
+def run(schedule: Any, folder: Path, *, seed: int = 0, share: float = PROMPT_SHARE) -> Generated:
     model = str(folder / "model")
     actor = weft.group(weft.ActorWorker, model=model)
     rollout = weft.group(weft.RolloutWorker, model=model, max_num_seqs=SLOTS)
@@ -81,8 +112,9 @@ def run(schedule: Any, folder: Path, seed: int = 0) -> Generated:
         n=SAMPLES,
         sampling=weft.Sampling(max_tokens=LENGTHS.max_tokens),
     )
+    lengths = LENGTHS.model_copy(update={"prompt_share": share})
     costs = CostModel(
-        nodes={"rollout.generate": Generation(lengths=LENGTHS, decode_step_s=DECODE_STEP_S)}
+        nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=DECODE_STEP_S)}
     )
     placement = {"rollout": weft.Place(weft.ResourcePool("generating", cpus=REPLICAS), REPLICAS)}
     with (
@@ -101,7 +133,14 @@ def run(schedule: Any, folder: Path, seed: int = 0) -> Generated:
     ):
         metrics = driver.run()
         calls = [c for c in driver.directory.timeline if c["node"] == "rollout.generate"]
+        tokens: dict[int, list[int]] = {}
+        for record in LogReader(driver.directory.path / BUFFER / LOG):
+            if record["do"] == "publish" and record.get("parents"):
+                for parent, own in zip(record["parents"], record["tokens"], strict=True):
+                    tokens.setdefault(parent, []).append(own)
     step_s = np.array([c["end_s"] - c["start_s"] for c in calls])
-    left_s = np.array([np.mean([c["end_s"] - one["end_s"] for one in c["by_rank"]]) for c in calls])
+    idle_s = np.array([np.mean([c["end_s"] - one["end_s"] for one in c["by_rank"]]) for c in calls])
     errors = [row["rollout/forecast_error"] for row in metrics if row.get("rollout/forecast_error")]
-    return Generated(step_s, left_s / step_s, float(np.mean(errors[-EPOCH_STEPS:] or [np.nan])))
+    of_groups = np.array([np.mean(own) for _, own in sorted(tokens.items())])
+    later = of_groups[PROMPTS * EPOCH_STEPS :]
+    return Generated(step_s, idle_s, later, float(np.mean(errors[-EPOCH_STEPS:] or [np.nan])))

@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step_000012/
         run.json        `RunState`: step, policy versions, position in the log
-        forecasts.npz   forecasts of response lengths (`../forecast.py`)
+        forecasts.arrow forecasts of response lengths (`../forecast.py`)
         prompts.arrow   `PromptQueue`: solve rates, queues and retired prompts of a curriculum
         GROUP/...       model, optimizer and random states of each group with state
         manifest.json   sizes and checksums of all files

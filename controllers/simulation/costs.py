@@ -51,7 +51,7 @@ class LogNormal(Config):
     """[tokens] Required. Maximum response length, `Sampling.max_tokens`."""
     prompt_share: float = Field(default=0.0, ge=0, le=1)
     """[share] Share of the variance of the length's logarithm that depends on the prompt alone, the
-    same in all epochs. Set it to that of your task's samples to see how much forecasts help."""
+    same in all epochs. Set it to the share in your task's samples, to see how much forecasts help."""
 
     def draw(self, key: Sequence[int], position: int, n: int) -> np.ndarray:
         """Return the lengths of the responses to the source row at `position`: [n] int64 tokens."""

@@ -49,7 +49,7 @@ from weft.algorithms.surrogates import Cispo, Clipped, GeometricRatio, Sapo
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
-from weft.controllers.schedule import Asynchronous, InParts, Stepwise
+from weft.controllers.schedule import Asynchronous, InParts, Stepwise, Synchronous
 from weft.controllers.simulation.costs import (
     CostModel,
     Generation,
@@ -118,7 +118,7 @@ SECTIONS = (
     Section(
         "A run",
         "Arguments of `weft.Driver`, and classes that configure some of them.",
-        (Driver, Stepwise, InParts, Asynchronous, CheckpointConfig, BufferConfig),
+        (Driver, Stepwise, Synchronous, InParts, Asynchronous, CheckpointConfig, BufferConfig),
     ),
     Section("Data", "Arguments of `Prompts.read` and `Prompts.from_rows`.", (ReadSettings,)),
     Section(

@@ -183,6 +183,33 @@ def test_a_requeued_prompt_gets_the_responses_that_it_lacks_and_no_others(worker
     assert tokens(rows_of(parts)) == {100: [every[100][0], every[100][2]], 101: every[101]}
 
 
+def test_the_longest_expected_responses_start_first_and_are_the_same(tiny_model: Path) -> None:
+    config = RolloutConfig(model=tiny_model, engine="transformers", max_num_seqs=2)
+    worker, sampling = RolloutWorker(config), Sampling(max_tokens=6, stop=None)
+    prompts = prompts_of([3, 5, 4])
+    in_order = tokens(rows_of(worker.generate(prompts, n=2, sampling=sampling)))
+    forecast = prompts.with_columns(expected_tokens=np.array([9, np.nan, 80], np.float32))
+    steps = worker.generate(forecast, n=2, sampling=sampling)
+    parts: list[tuple[Children, Metrics]] = []
+    for part in steps:
+        assert worker.engine.num_unfinished <= 2, "the others wait, because their order may change"
+        parts += [] if part is None else [part]
+    started = [
+        (int(parent), int(number))
+        for children, _ in parts
+        for parent, number in zip(
+            children.rows.numpy("parent_id").tolist(), children.numbers.tolist(), strict=True
+        )
+    ]
+    # One response of the prompt without a forecast, then the longest; each pair ends together.
+    assert [sorted(started[k : k + 2]) for k in (0, 2, 4)] == [
+        [(101, 0), (102, 0)],
+        [(100, 0), (102, 1)],
+        [(100, 1), (101, 1)],
+    ]
+    assert tokens(rows_of(parts)) == in_order
+
+
 def test_cancelled_responses_are_not_generated(worker: RolloutWorker) -> None:
     sampling = Sampling(max_tokens=8, stop=None)
     every = tokens(rows_of(worker.generate(prompts_of([3, 5]), n=2, sampling=sampling)))

@@ -227,8 +227,8 @@ def generate(
     sending it `request_id`s aborts those. Raises the errors of `submit` and `step`.
 
     Args:
-        order: a queue of the indexes of all requests. Default: in order.
-        slots: the largest number of unfinished requests. None: no limit.
+        order: a queue of the indexes of all requests. By default, they start in order.
+        slots: the largest number of unfinished requests, or None.
     """
     queue = LongestFirst([range(len(requests))]) if order is None else order
     indexes: dict[int, int] = {}

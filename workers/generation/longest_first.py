@@ -1,4 +1,4 @@
-"""LongestFirst: the order in which a replica starts the responses of a call."""
+"""LongestFirst: a queue of requests that starts the longest expected responses first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LongestFirst(Generic[T]):
 
     Args:
         requests: the requests of each prompt, which start in this order.
-        expected: [prompts] tokens; NaN without a forecast. None: no prompt has one.
+        expected: [prompts] tokens; NaN without a forecast. By default, no prompt has one.
     """
 
     def __init__(self, requests: Sequence[Sequence[T]], expected: np.ndarray | None = None) -> None:
@@ -37,7 +37,7 @@ class LongestFirst(Generic[T]):
         self._waiting = np.array([len(own) for own in requests], np.int64)
         self._number = int(self._waiting.sum())
         self._known = (~np.isnan(forecast)).astype(float)
-        """[prompts] Known lengths: the forecast, and those of finished responses."""
+        """[prompts] Number of known lengths: of the forecast, and of finished responses."""
         self._tokens = np.nan_to_num(forecast)
         """[prompts] Sum of the known lengths."""
         self._running = np.zeros(len(requests))
