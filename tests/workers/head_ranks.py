@@ -48,9 +48,11 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
         temperatures,
         form,
         entropy=True,
+        collisions=True,
         chunk=3 * 8 * 10,
     )
     assert entropies is not None
+    entropies, collisions = entropies.unbind(1)
     wanted = (logprobs * torch.stack([upstream[0], upstream[0] - 1], 1)).sum()
     gradients = torch.autograd.grad(wanted + (entropies * upstream[1]).sum(), leaves)
     top, ids = head_top_logprobs(
@@ -64,7 +66,7 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
     )
     return [
         each.full_tensor() if isinstance(each, DTensor) else each
-        for each in (logprobs, entropies, *gradients, top, ids)
+        for each in (logprobs, entropies, collisions, *gradients, top, ids)
     ]
 
 
