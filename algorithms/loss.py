@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CANDIDATE_LOGPROBS = "candidate_logprobs"
 """Column that an engine adds if the loss reads `teacher_ids`: [T, k] nats, the log-probabilities of
 these tokens under the policy, with a gradient."""
+LOG_COLLISIONS = "log_collisions"
+"""Column that an engine adds if the loss may read it: [T] nats, log sum_v p_v^2 at each position,
+without a gradient. It is the log-probability that two samples of the policy are the same token."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ PreferenceLoss(score=LogRatio(beyond=0.5))                                      
 PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)               SimPO
 PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
+PreferenceLoss(on_policy=True)                                                      WPO
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
 ClassifierLoss()                                                                    BCO: the same data
 
@@ -38,7 +39,7 @@ from ..dataflow.config import Config
 from ..dataflow.errors import UserError
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Metrics
-from .loss import FrozenLoss, PackedRows, observed
+from .loss import LOG_COLLISIONS, FrozenLoss, PackedRows, observed
 from .surrogates import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
@@ -387,6 +388,10 @@ class PreferenceLoss(PairLoss):
     """[factor] Weight of the preferred response's negative log-likelihood, averaged over its
     trained tokens (arXiv:2404.19733; ORPO: 1). Raise it if preferred responses become less
     likely."""
+    on_policy: bool = False
+    """Multiply the comparison of a pair by how likely the policy is to sample both responses (WPO,
+    arXiv:2406.11827): min(1, w(y_w) w(y_l)) without a gradient, where log w(y) is the mean over the
+    trained tokens of log p(y_t) - log sum_v p(v)^2. Set it if another model wrote the responses."""
 
     @model_validator(mode="after")
     def _separate_rewards_have_no_margin(self) -> PreferenceLoss:
@@ -399,6 +404,10 @@ class PreferenceLoss(PairLoss):
     @property
     def reads(self) -> tuple[str, ...]:
         return (*super().reads, *self.score.reads)
+
+    @property
+    def may_read(self) -> tuple[str, ...]:
+        return (*super().may_read, *([LOG_COLLISIONS] if self.on_policy else []))
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the loss before the engine divides it by the count, and means over pairs. Without
@@ -414,6 +423,11 @@ class PreferenceLoss(PairLoss):
             losses = self.weight * self.comparison(ahead)
         sums = _of_rows(logprobs, rows, per_token=False)
         watched = {"chosen_logprob": sums[chosen], "rejected_logprob": sums[rejected]}
+        if self.on_policy:
+            likely = _of_rows(logprobs.detach() - rows[LOG_COLLISIONS], rows, per_token=True)
+            both = torch.where(paired, likely[chosen] + likely[rejected], 0.0)
+            watched["policy_weight"] = both.exp().clamp(max=1)
+            losses = watched["policy_weight"] * losses
         if self.likelihood:
             nll = -sums[chosen] / rows.trained_lengths[chosen].clamp(min=1)
             losses, watched["chosen_nll"] = losses + self.likelihood * nll, nll

@@ -304,6 +304,8 @@ GROUP/reward_margin | of the loss | `chosen_reward` minus `rejected_reward` | ri
 GROUP/chosen_logprob | nats | log-probability of preferred responses under the policy | steady |
     falls by many nats: the policy also unlearns preferred responses
 GROUP/rejected_logprob | nats | log-probability of rejected responses under the policy | falls
+GROUP/policy_weight | factor | mean weight of a pair with on_policy=True (WPO): how likely the
+    policy is to sample both responses | 0 to 1; near 0, other models wrote the pairs | -
 GROUP/chosen_nll | nats/token | negative log-likelihood of preferred responses, the loss's
     supervised term | falls
 GROUP/reference_point | nats | the log-ratio that responses are compared with: KTO's z0, a divergence

@@ -27,6 +27,7 @@ from weft.algorithms.preference_loss import (
     bradley_terry,
 )
 from weft.dataflow.errors import UserError
+from weft.dataflow.metrics import Mean
 
 LENGTHS = [3, 1, 5, 2, 4, 2]
 GROUPS = [9, 4, 4, 9, 7, 7]
@@ -122,6 +123,7 @@ EVERY: dict[str, Loss] = {
     "kto": DesirabilityLoss(beta=0.7),
     "bco": ClassifierLoss(beta=0.7),
     "ld-dpo": PreferenceLoss(score=LogRatio(beyond=0.3)),
+    "wpo": PreferenceLoss(on_policy=True),
 }
 
 
@@ -137,6 +139,7 @@ def random_rows(seed: int = 0) -> tuple[torch.Tensor, PackedRows]:
         "preferred": torch.tensor(PREFERRED, dtype=torch.uint8),
         "reference_logprobs": logprobs + noise,
         "reference_point": [0.25] * len(LENGTHS),
+        "log_collisions": logprobs.detach() + 0.2 + 2 * noise,
         "response_mask": mask.to(torch.uint8),
     }
     return logprobs.requires_grad_(), PackedRows.of(LENGTHS, **columns)
@@ -192,6 +195,38 @@ def test_tokens_beyond_the_shorter_response_count_less(beyond: float):
     assert value != value_and_gradient(PreferenceLoss(), logprobs, rows)[0]
     with pytest.raises(UserError, match=r"beyond must be 1, not 0\.5"):
         LogRatio(per_token=True, beyond=0.5)
+
+
+def test_wpo_weighs_a_pair_by_how_likely_the_policy_samples_it():
+    loss = PreferenceLoss(on_policy=True, likelihood=0.5)
+    logprobs, rows = random_rows()
+    expected, weights = torch.zeros((), dtype=torch.float64), []
+    for group in sorted(set(GROUPS)):
+        both = [k for k in range(6) if GROUPS[k] == group]
+        chosen, rejected = sorted(both, key=lambda k: -PREFERRED[k])
+        w, r = (of_row(logprobs - rows["reference_logprobs"], rows, k).sum() for k in (chosen, rejected))
+        aligned = logprobs.detach() - rows["log_collisions"]
+        weight = min(1.0, math.exp(sum(of_row(aligned, rows, k).mean().item() for k in both)))
+        nll = -of_row(logprobs, rows, chosen).mean()
+        expected, weights = expected + weight * dpo(w, r) + 0.5 * nll, [*weights, weight]
+    assert len({*weights}) > 1 and min(weights) < 0.9
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    value, mine = value_and_gradient(loss, logprobs, rows)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(mine, gradient, atol=1e-7, rtol=1e-6)
+    found = loss(logprobs, rows)[1]["policy_weight"]
+    assert isinstance(found, Mean) and found.value == pytest.approx(sum(weights) / 3)
+
+
+def test_wpo_by_hand():
+    columns = {"group_id": [4, 4], "preferred": [1, 0], "reference_logprobs": [-1.0, -1.0]}
+    # w = 0.5 / 0.8 for each response: the policy samples another token more often
+    logprobs = torch.tensor([0.5, 0.5]).log()
+    rows = PackedRows.of([1, 1], **columns, log_collisions=torch.tensor([0.8, 0.8]).log())
+    total, _ = PreferenceLoss(on_policy=True)(logprobs, rows)
+    assert total.item() == pytest.approx(0.390625 * math.log(2))
+    rows = PackedRows.of([1, 1], **columns, log_collisions=torch.tensor([0.1, 0.1]).log())
+    assert PreferenceLoss(on_policy=True)(logprobs, rows)[0].item() == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("z", [-3000.0, -90.0, 90.0, 3000.0])

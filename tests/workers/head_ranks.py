@@ -57,9 +57,11 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
         form,
         kept_sets=sets,
         entropy=True,
+        collisions=True,
         chunk=3 * 8 * 10,
     )
     assert entropies is not None
+    entropies, collisions = entropies.unbind(1)
     wanted = (logprobs * torch.stack([upstream[0], upstream[0] - 1], 1)).sum()
     gradients = torch.autograd.grad(wanted + (entropies * upstream[1]).sum(), leaves)
     top, ids = head_top_logprobs(
@@ -73,7 +75,7 @@ def outputs(case: str, *, mesh: DeviceMesh | None) -> list[Tensor]:
     )
     return [
         each.full_tensor() if isinstance(each, DTensor) else each
-        for each in (logprobs, entropies, *gradients, top, ids)
+        for each in (logprobs, entropies, collisions, *gradients, top, ids)
     ]
 
 

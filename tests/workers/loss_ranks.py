@@ -103,6 +103,7 @@ LOSSES: dict[str, Case] = {
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
     "dpo": Case(PreferenceLoss()),
+    "wpo": Case(PreferenceLoss(on_policy=True)),
     "length-normalised dpo": Case(PreferenceLoss(beta=2, score=per_token)),
     "cdpo": Case(PreferenceLoss(comparison=preference.Logistic(label_smoothing=0.1))),
     "robust": Case(PreferenceLoss(comparison=preference.RobustLogistic(label_smoothing=0.1))),

@@ -1,11 +1,13 @@
 """Preference losses on the real engine: pairs stay together, and a run learns them."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import weft
 from weft.algorithms.preference import dpo, preference_accuracy, reference_of_pairs
@@ -13,6 +15,7 @@ from weft.algorithms.preference_loss import PreferenceLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
+from weft.dataflow.metrics import Mean
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceWorker
@@ -39,6 +42,29 @@ def pairs(rows: Batch) -> Batch:
         reference_point=np.full(22, 0.2, np.float32),
         response_mask=(mask, cu_seqlens),
     ).take(order)
+
+
+def test_the_engine_computes_the_weights_of_wpo(tiny_model: Path, pairs: Batch):
+    from transformers import AutoModelForCausalLM
+
+    worker = actor(tiny_model)
+    found = worker.update(pairs, loss=PreferenceLoss(on_policy=True))["policy_weight"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    aligned: dict[int, list[float]] = {}
+    for row in pairs.record.to_pylist():
+        ids, first = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]]), len(row["prompt_ids"])
+        with torch.no_grad():
+            logits = model(ids).logits[0, first - 1 : -1] / row["temperature"]
+        log_p = logits.log_softmax(-1)
+        chosen = log_p.gather(1, ids[0, first:, None])[:, 0] - log_p.exp().square().sum(-1).log()
+        mask = torch.tensor(row["response_mask"]) > 0
+        if mask.any():
+            aligned.setdefault(row["group_id"], []).append(chosen[mask].mean().item())
+    weights = [min(1.0, math.exp(sum(both))) for both in aligned.values() if len(both) == 2]
+    assert isinstance(found, Mean) and found.weight == len(weights) >= 9
+    assert found.value == pytest.approx(sum(weights) / len(weights), rel=1e-4)
+    assert 0.05 < found.value < 0.95
+    worker.close()
 
 
 def test_minibatches_keep_pairs_whole(tiny_model: Path, pairs: Batch):

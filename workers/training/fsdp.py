@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...algorithms.loss import Loss
+from ...algorithms.loss import LOG_COLLISIONS, Loss
 from ...dataflow.batch import Batch
 from ...dataflow.column import GROUP_ID, ROUTES
 from ...dataflow.errors import UserError
@@ -210,11 +210,11 @@ class FsdpEngine:
         # Each loss value belongs to a group or to a row.
         unit = batch.numpy(GROUP_ID) if loss.whole_groups else np.arange(len(batch))
         plan, _ = self._plan(rows, unit if loss.whole_groups else None)
-        lengths = np.diff(rows.response[1])
+        lengths, wanted = np.diff(rows.response[1]), _computed_for(loss)
         out = np.zeros(len(batch), dtype=np.float32)
         with torch.no_grad(), self._sharded.precision():
             for part in plan:
-                logprobs, computed = self._forward(rows, part, entropy=loss.needs_entropy)
+                logprobs, computed = self._forward(rows, part, **wanted)
                 of_token = np.repeat(unit[part], lengths[part])
                 for one in np.unique(unit[part]):
                     own = part[unit[part] == one]
@@ -274,11 +274,12 @@ class FsdpEngine:
         return plan + [np.empty(0, dtype=np.int64)] * (wanted - len(plan)), replicas[:, 1:]
 
     def _forward(
-        self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False
+        self, rows: Microbatches, part: np.ndarray, *, entropy: bool = False, collisions: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the head's outputs for a part, [T], and the columns that it computed besides."""
         self.context.advance()
-        return with_computed(*self.model(*rows.inputs(part), entropy=entropy))
+        how = {"entropy": entropy, "collisions": collisions}
+        return with_computed(*self.model(*rows.inputs(part), **how))
 
     # Optimizer steps
 
@@ -294,7 +295,7 @@ class FsdpEngine:
         plan, counts = self._plan(
             rows, batch.numpy(GROUP_ID) if loss.whole_groups else None, local_count
         )
-        whole = last and self._count == 0
+        whole, wanted = last and self._count == 0, _computed_for(loss)
         self._count += float(counts.sum())
         parts: list[Metrics] = []
         # Kept on the device, because reading each loss would make the host wait in every
@@ -311,7 +312,7 @@ class FsdpEngine:
             # All ranks have the same count, so all or none run the passes.
             for number, part in enumerate(plan if self._count > 0 else ()):
                 self._sharded.sync_gradients(last and number == len(plan) - 1)
-                logprobs, computed = self._forward(rows, part, entropy=loss.needs_entropy)
+                logprobs, computed = self._forward(rows, part, **wanted)
                 if len(part):
                     loss_sum, metrics = loss(logprobs, rows.packed(part, computed))
                     parts.append(metrics)
@@ -530,6 +531,11 @@ class FsdpEngine:
             self._copies.close()
             if self.mesh is not None and dist.is_initialized():
                 self._close_mesh()
+
+
+def _computed_for(loss: Loss) -> dict[str, bool]:
+    """Return what the head must compute for a loss, besides log-probabilities."""
+    return {"entropy": loss.needs_entropy, "collisions": LOG_COLLISIONS in loss.may_read}
 
 
 def _columns_of(loss: Loss, batch: Batch) -> list[str]:

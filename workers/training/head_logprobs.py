@@ -67,6 +67,7 @@ def head_logprobs(
     *,
     kept_sets: KeptSets | None = None,
     entropy: bool = False,
+    collisions: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies of softmax(z / temperature), one chunk at a time.
@@ -88,18 +89,23 @@ def head_logprobs(
         kept_sets: the kept sets of the T tokens, which have the targets; None for the whole vocabulary.
         entropy: whether entropies get a gradient. If not, only passes with gradients return them,
             because they cost little there.
+        collisions: whether to return log sum_v p_v^2 as well, without a gradient.
         chunk: bytes of logits to compute at once; None selects a default for the device.
 
     Returns:
         (nats in the shape of `targets`, the log-probability of each target; [T] nats, the entropy
-        -sum_v p_v log p_v, or None). Both are empty if there are no tokens.
+        -sum_v p_v log p_v, or None). Both are empty if there are no tokens. With `collisions`, the
+        second is [T, 2]: entropies, and log sum_v p_v^2.
     """
     weight, bias, shards = _own_part(weight, bias)
     trains = torch.is_grad_enabled()
     scales = None if temperatures is None else temperatures.reciprocal()
     chunk = chunk_bytes(hidden.device) if chunk is None else chunk
-    how = _How(form, shards, trains, trains or entropy, trains and entropy, chunk, kept_sets)
-    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
+    wanted = trains or entropy or collisions
+    how = _How(form, shards, trains, wanted, trains and entropy, chunk, kept_sets, collisions)
+    logprobs, entropies, collided = _HeadLogprobs.apply(hidden, weight, bias, targets, scales, how)
+    if collisions:
+        entropies = torch.stack([entropies, collided], 1)
     return logprobs, entropies if how.entropies else None
 
 
@@ -172,6 +178,7 @@ class _How:
     chunk: int
     """[bytes] Logits to compute at once."""
     kept_sets: KeptSets | None = None
+    collisions: bool = False
 
     @property
     def keeps_exponentials(self) -> bool:
@@ -194,7 +201,7 @@ class _HeadLogprobs(torch.autograd.Function):
         targets: Tensor,
         scales: Tensor | None,
         how: _How,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         chunks = _Chunks(hidden, weight, bias, scales, how)
         several = targets if targets.ndim == 2 else targets[:, None]
         parts, kept = [], None
@@ -202,22 +209,24 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = chunks.logits(part)
             replace = chunks.kept and how.keeps_exponentials
             ids = _own_ids(several[part], how.shards)
-            parts.append(_statistics(logits, ids, means=how.entropies, replace=replace))
+            wanted = {"means": how.entropies, "collisions": how.collisions}
+            parts.append(_statistics(logits, ids, **wanted, replace=replace))
             kept = logits if chunks.kept else None
-        width = 3 + several.shape[1]
+        last = 3 + several.shape[1]
+        width = last + how.collisions
         own = torch.cat(parts) if parts else hidden.new_zeros((0, width), dtype=chunks.dtype)
-        everyones = own if how.shards is None else _joined(own, how.shards)
+        everyones = own if how.shards is None else _joined(own, how.shards, collisions=how.collisions)
         largest, sums, weighted = everyones[:, :3].unbind(1)
         entropies = sums.log() - weighted / sums
+        collided = everyones[:, -1].log() - 2 * sums.log() if how.collisions else sums.new_zeros(0)
+        ctx.mark_non_differentiable(*([collided] if how.entropy else [entropies, collided]))
         if how.trains:
             ctx.how, ctx.kept, ctx.below = how, kept, own[:, 0] - largest
             ctx.save_for_backward(hidden, weight, bias, several, scales, largest, sums, entropies)
-        if not how.entropy:
-            ctx.mark_non_differentiable(entropies)
         # Subtracting in this order avoids rounding errors with large logits.
         if targets.ndim == 1:  # a view of [T, 1] would make FSDP warn
-            return everyones[:, 3] - largest - sums.log(), entropies
-        return everyones[:, 3:] - largest[:, None] - sums.log()[:, None], entropies
+            return everyones[:, 3] - largest - sums.log(), entropies, collided
+        return everyones[:, 3:last] - largest[:, None] - sums.log()[:, None], entropies, collided
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -406,28 +415,34 @@ def _own_ids(targets: Tensor, shards: _Shards | None) -> Tensor:
     return targets if shards is None else targets - shards.first
 
 
-def _statistics(logits: Tensor, ids: Tensor, *, means: bool, replace: bool) -> Tensor:
+def _statistics(
+    logits: Tensor, ids: Tensor, *, means: bool, replace: bool, collisions: bool = False
+) -> Tensor:
     """Return [T, 3 + m] statistics of logits z [T, vocabulary]: the largest z, with y = z - largest
     the sum of exp(y) and (if `means`) of y exp(y), and the z of each target `ids` [T, m] (0 on ranks
-    without it). `replace` overwrites z with exp(y)."""
-    out = logits.new_zeros(len(logits), 3 + ids.shape[1])
+    without it). `collisions` adds a column, the sum of exp(2 y). `replace` overwrites z with
+    exp(y)."""
+    last = 3 + ids.shape[1]
+    out = logits.new_zeros(len(logits), last + collisions)
     if not logits.shape[1]:
         out[:, 0] = -torch.inf
         return out
     here = (ids >= 0) & (ids < logits.shape[1])
-    out[:, 3:] = torch.where(here, logits.gather(1, ids.clamp(0, logits.shape[1] - 1)), 0)
+    out[:, 3:last] = torch.where(here, logits.gather(1, ids.clamp(0, logits.shape[1] - 1)), 0)
     for rows in _cached_rows(logits):
         part, of = logits[rows], out[rows]
         torch.amax(part, -1, out=of[:, 0])
         above = part - of[:, 0, None]
         exponentials = torch.exp(above, out=part) if replace else above.exp() if means else above.exp_()
         of[:, 1] = exponentials.sum(-1)
+        if collisions:
+            of[:, last] = exponentials.square().sum(-1)
         if means:
             of[:, 2] = above.mul_(exponentials).sum(-1)
     return out
 
 
-def _joined(own: Tensor, shards: _Shards) -> Tensor:
+def _joined(own: Tensor, shards: _Shards, *, collisions: bool = False) -> Tensor:
     """Combine the statistics of all ranks in one exchange."""
     ranks = dist.get_world_size(shards.group)
     everyones = [torch.empty_like(own) for _ in range(ranks)]
@@ -439,6 +454,8 @@ def _joined(own: Tensor, shards: _Shards) -> Tensor:
     share = below.exp()
     weighted = weighted + torch.where(share > 0, below, 0) * sums
     joined = torch.stack([most, (sums * share).sum(0), (weighted * share).sum(0)], 1)
+    if collisions:
+        of_ranks[..., -1] *= share.square()
     return torch.cat([joined, of_ranks[..., 3:].sum(0)], 1)
 
 
@@ -500,6 +517,7 @@ def logprobs_of_any_head(
     temperatures: Tensor | None,
     entropy: bool,
     kept_sets: KeptSets | None = None,
+    collisions: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the same by autograd, for heads that do more than multiply, scale and soft-cap:
     `logits_of` maps [T, hidden] to [T, vocabulary]."""
@@ -518,10 +536,13 @@ def logprobs_of_any_head(
         log_p = F.log_softmax(logits, -1)
         several = targets if targets.ndim == 2 else targets[:, None]
         chosen = log_p.gather(1, several).view(targets.shape)
-        if not (entropy or trains):
+        if not (entropy or trains or collisions):
             return chosen, chosen
         with torch.set_grad_enabled(entropy and trains):
-            return chosen, -(log_p.exp() * log_p).sum(-1)
+            entropies = -(log_p.exp() * log_p).sum(-1)
+        if collisions:
+            entropies = torch.stack([entropies, (2 * log_p.detach()).logsumexp(-1)], 1)
+        return chosen, entropies
 
     vocabulary = logits_of(hidden[:1].detach()).shape[-1]
     size = max(1, chunk_bytes(hidden.device) // (4 * vocabulary))
@@ -536,7 +557,7 @@ def logprobs_of_any_head(
         arguments = (hidden[part], targets[part], own_temperatures, sets)
         parts.append(checkpoint(chunk, *arguments, use_reentrant=False) if again else chunk(*arguments))
     logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
-    return logprobs, entropies if entropy or trains else None
+    return logprobs, entropies if entropy or trains or collisions else None
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...algorithms.loss import CANDIDATE_LOGPROBS
+from ...algorithms.loss import CANDIDATE_LOGPROBS, LOG_COLLISIONS
 from ...dataflow.errors import UserError
 from ..kept_sets import KeptSets
 from ..models.images import LANGUAGE, embed, is_type_that_sees, positions, tower_parameters
@@ -143,6 +143,7 @@ class ResponseModel(nn.Module):
         *,
         entropy: bool = False,
         top: int = 0,
+        collisions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities of target tokens, or the outputs of a scalar head, which
         ignores targets and temperatures.
@@ -158,33 +159,26 @@ class ResponseModel(nn.Module):
             entropy: whether to return entropies of the predicting distributions with a gradient. If
                 not, passes with gradients return them without one, because they compute the logits
                 anyway.
+            collisions: whether to return log sum_v p_v^2 as well, without a gradient.
             top: if above 0, return the likeliest `top` tokens instead, without a gradient.
 
         Returns:
             (float32 log-probabilities in nats in the shape of `targets`, or [T] outputs of the
             scalar head; [T] float32 entropies in nats, -sum_v p_v log p_v at the temperature, or
-            None). With `top`: ([T, top] float32 log-probabilities, largest first; [T, top] int64
-            token ids).
+            None; with `collisions`, [T, 2]: entropies, and log sum_v p_v^2). With `top`: ([T, top]
+            float32 log-probabilities, largest first; [T, top] int64 token ids).
         """
         if self.stretches is not None:
             return self._in_stretches(
-                self.stretches,
-                input_ids,
-                rows,
-                predicting,
-                targets,
-                temperatures,
-                kept_sets,
-                entropy,
-                top,
+                *(self.stretches, input_ids, rows, predicting, targets, temperatures, kept_sets),
+                *(entropy, top, collisions),
             )
         outputs, hidden = self.run_backbone(input_ids, rows)
         hidden = hidden.index_select(0, to_device(predicting, hidden.device))
         if self.scalar:
             return self._values(hidden), None
-        return self.logprobs_of(
-            outputs, hidden, targets, temperatures, kept_sets, entropy=entropy, top=top
-        )
+        how = {"entropy": entropy, "top": top, "collisions": collisions}
+        return self.logprobs_of(outputs, hidden, targets, temperatures, kept_sets, **how)
 
     def _in_stretches(
         self,
@@ -197,6 +191,7 @@ class ResponseModel(nn.Module):
         kept_sets: KeptSets | None,
         entropy: bool,
         top: int,
+        collisions: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Run `forward` on this rank's tokens, and gather the results of all ranks."""
         input_ids, rows = stretches.share(input_ids, rows)
@@ -213,14 +208,11 @@ class ResponseModel(nn.Module):
             values, entropies = self._values(hidden_states), None
         else:
             own_temperatures = None if temperatures is None else temperatures[mine]
+            how = {"entropy": entropy, "top": top, "collisions": collisions}
             values, entropies = self.logprobs_of(
-                outputs,
-                hidden_states,
-                targets[mine],
-                own_temperatures,
+                *(outputs, hidden_states, targets[mine], own_temperatures),
                 kept_sets and kept_sets[mine],
-                entropy=entropy,
-                top=top,
+                **how,
             )
         values = stretches.gather(values, counts)
         if values.requires_grad and not counts[stretches.rank]:
@@ -284,6 +276,7 @@ class ResponseModel(nn.Module):
         *,
         entropy: bool,
         top: int = 0,
+        collisions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and entropies from the [T, hidden] states before targets, or the
         likeliest tokens of the whole vocabulary."""
@@ -294,15 +287,15 @@ class ResponseModel(nn.Module):
 
             if top:
                 return top_logprobs_of_any_head(logits_of, hidden, top, temperatures)
-            return logprobs_of_any_head(logits_of, hidden, targets, temperatures, entropy, kept_sets)
+            how = {"kept_sets": kept_sets, "collisions": collisions}
+            return logprobs_of_any_head(logits_of, hidden, targets, temperatures, entropy, **how)
         head = self.causal_lm.get_output_embeddings()
         own = (hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None))
         form, chunk = self.head_form, self.chunk_bytes
         if top:
             return head_top_logprobs(*own, top, temperatures, form, chunk=chunk)
-        return head_logprobs(
-            *own, targets, temperatures, form, kept_sets=kept_sets, entropy=entropy, chunk=chunk
-        )
+        how = {"kept_sets": kept_sets, "entropy": entropy, "collisions": collisions, "chunk": chunk}
+        return head_logprobs(*own, targets, temperatures, form, **how)
 
     def own_logits(self, outputs: Any, hidden: Tensor) -> Tensor:
         """Return [T, vocabulary] logits for [T, hidden] states, as the model computes them after
@@ -322,6 +315,8 @@ def with_computed(outputs: Tensor, entropies: Tensor | None) -> tuple[Tensor, di
     """Return a model's results as losses take them: the outputs of the response tokens, [T], and the
     columns that the model computed besides."""
     computed = {} if entropies is None else {"entropy": entropies}
+    if entropies is not None and entropies.ndim == 2:
+        computed = {"entropy": entropies[:, 0], LOG_COLLISIONS: entropies[:, 1]}
     if outputs.ndim == 2:
         outputs, computed[CANDIDATE_LOGPROBS] = outputs[:, 0], outputs[:, 1:]
     return outputs, computed

@@ -220,6 +220,38 @@ def test_a_head_that_is_run_by_the_models_own_code_gives_the_same(
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [7 * 4 * V, 10**9])
+def test_collisions_are_the_sums_of_squared_probabilities(chunk: int, entropy: bool):
+    made = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(n, H, dtype=torch.float64, generator=made) for n in (20, V))
+    targets = torch.randint(V, (20,), generator=made)
+    temperatures = torch.rand(20, dtype=torch.float64, generator=made) + 0.5
+    expected = ((hidden @ weight.T / temperatures[:, None]).softmax(-1) ** 2).sum(-1).log()
+
+    def gradients(collisions: bool, own: bool) -> tuple[torch.Tensor, ...]:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        how: Any = {"entropy": entropy, "collisions": collisions}
+        if own:
+            found = head_logprobs(h, w, None, targets, temperatures, **how, chunk=chunk)
+        else:
+            found = logprobs_of_any_head(lambda x: x @ w.T, h, targets, temperatures, **how)
+        logprobs, entropies = found
+        assert entropies is not None
+        if collisions:
+            assert entropies.shape == (20, 2)
+            torch.testing.assert_close(entropies[:, 1].detach(), expected)
+        total = logprobs.sum() + ((entropies[:, 0] if collisions else entropies).sum() if entropy else 0)
+        return torch.autograd.grad(total, (h, w))
+
+    for own in (True, False):
+        torch.testing.assert_close(gradients(True, own), gradients(False, own))
+        with torch.no_grad():
+            frozen = head_logprobs(hidden, weight, None, targets, temperatures, collisions=True)[1]
+        assert frozen is not None
+        torch.testing.assert_close(frozen[:, 1], expected)
+
+
 def test_no_tokens_have_no_logprobs_and_a_gradient_of_zero():
     hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     logprobs, entropies = head_logprobs(

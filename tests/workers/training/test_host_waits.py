@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_rows import make_pairs, make_rows, with_kept_sets
 
+from weft.algorithms.loss import LOG_COLLISIONS
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.workers.training.causal_lm import put_scalar_head
@@ -106,7 +107,8 @@ def microbatch(
     even = Balance(0.1, torch.ones(routers.experts, device=DEVICE)) if routers and balance else None
     with nullcontext() if routers is None else routers.watched(DEVICE, even), NoWaits(), NoNumbers():
         inputs = cut.inputs(part)
-        logprobs, computed = with_computed(*model(*inputs, entropy=loss.needs_entropy))
+        wanted = {"entropy": loss.needs_entropy, "collisions": LOG_COLLISIONS in loss.may_read}
+        logprobs, computed = with_computed(*model(*inputs, **wanted))
         loss_sum, metrics = loss(logprobs, cut.packed(part, computed))
         loss_sum.backward()
     assert list(metrics)
