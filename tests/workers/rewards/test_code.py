@@ -285,6 +285,7 @@ def test_a_reward_worker_scores_rows_and_drops_those_whose_sandbox_was_killed(
         made.append(sandbox.Sandbox(limits))
         if len(made) == 2:
             made[-1]._launcher._process.kill()
+            made[-1]._launcher._process.wait()  # a program could end before
         return made[-1]
 
     rows = Batch.of(sample_id=[7, 8, 9], response_ids=[[1], [1], [2]], test_list=[["assert x == 1"]] * 3)
