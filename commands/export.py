@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +93,20 @@ def _card(run: Path, checkpoint: Path, group: str, kind: str) -> str:
     return model_card(run, state.step, group, state.settings, adapter=kind == "adapter")
 
 
+def _without_local_base(path: Path) -> Path | bytes:
+    """Return a file to push. In the configuration of an adapter, a local folder of the base model
+    becomes its name."""
+    from ..workers.models.model_folder import ADAPTER_CONFIG_FILE
+
+    if path.name != ADAPTER_CONFIG_FILE:
+        return path
+    settings = json.loads(path.read_text())
+    base = str(settings.get("base_model_name_or_path") or "")
+    if Path(base).is_absolute():
+        settings["base_model_name_or_path"] = Path(base).name
+    return json.dumps(settings, indent=2).encode() + b"\n"
+
+
 def _upload_to(name: str, model: Path, *, public: bool) -> Callable[[Path, str, str], str]:
     """Check everything that can be checked without a request, and return a function that pushes a
     folder with a card under a message, and returns the address. Raises a UserError if the name, the
@@ -115,12 +130,23 @@ def _upload_to(name: str, model: Path, *, public: bool) -> Callable[[Path, str, 
     def upload(folder: Path, card: str, message: str) -> str:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         names = {path.relative_to(folder).as_posix(): path for path in files}
-        operations = [CommitOperationAdd(each, path) for each, path in names.items() if each != CARD]
+        operations = [
+            CommitOperationAdd(each, _without_local_base(path))
+            for each, path in names.items()
+            if each != CARD
+        ]
         operations.append(CommitOperationAdd(CARD, card.encode()))
         try:
             repository = api.create_repo(name, private=not public, exist_ok=True).repo_id
+            is_private = api.repo_info(repository).private  # an old repository keeps its visibility
+            if not public and not is_private:
+                raise UserError(
+                    f"--push {name}: the repository exists and is public; add --public, or push to another name"
+                )
             # With one commit, readers never see half a model.
             api.create_commit(repository, operations, commit_message=message)
+        except UserError:
+            raise
         except (HfHubHTTPError, httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
             raise RunError(f"{name} cannot be pushed to {api.endpoint}: {_first_line(error)}") from None
         return f"{api.endpoint}/{repository}"

@@ -3,7 +3,6 @@ forecasts, so that long responses share a step."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ class LengthForecast:
     """Forecasts the responses of one node from the lengths of its earlier responses.
 
         forecast = LengthForecast(num_rows=len(source))
-        forecast.observe(lease.token, positions, prompt_tokens, lengths)
+        forecast.observe(groups, positions, prompt_tokens, lengths)
         forecast.expect(positions, prompt_tokens).tokens
 
     A least-squares line predicts the length from the number of prompt tokens. For a row with
@@ -36,7 +35,7 @@ class LengthForecast:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._lease = np.full(num_rows, -1, np.int64)
+        self._group = np.full(num_rows, -1, np.int64)
         """[source rows] Lease of the latest responses."""
         self._number = np.zeros(num_rows, np.int64)
         """[source rows] Number of these responses."""
@@ -57,12 +56,16 @@ class LengthForecast:
         return Forecast(np.rint(tokens), number > 0)
 
     def observe(
-        self, lease: int, positions: np.ndarray, prompt_tokens: np.ndarray, lengths: np.ndarray
+        self,
+        groups: int | np.ndarray,
+        positions: np.ndarray,
+        prompt_tokens: np.ndarray,
+        lengths: np.ndarray,
     ) -> None:
         """Add responses of a lease. The arguments are [responses] int64: positions in the source,
         tokens of the prompt, and tokens of the response."""
-        first = np.unique(positions[self._lease[positions] != lease])
-        self._lease[first] = lease
+        first = np.unique(positions[self._group[positions] != groups])
+        self._group[positions] = groups
         x, y = prompt_tokens.astype(np.int64), lengths.astype(np.int64)
         for column, values in ((self._number, 1), (self._tokens, y), (self._squares, y * y)):
             column[first] = 0
@@ -102,7 +105,7 @@ class LengthForecast:
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:
-        return self._lease, self._number, self._tokens, self._squares
+        return self._group, self._number, self._tokens, self._squares
 
     @property
     def state(self) -> dict[str, np.ndarray]:
@@ -189,10 +192,22 @@ class Rounds:
 
     def __next__(self) -> int:
         if not self.pending:
-            taken = np.fromiter(itertools.islice(self._positions, self._size), np.int64)
+            taken, again = self._take()
             if len(taken) > 1:
-                taken = taken[np.argsort(self._expect(taken), kind="stable")]
-            self.pending.extend(taken.tolist())
+                rows = np.array(taken, np.int64)
+                taken = rows[np.argsort(self._expect(rows), kind="stable")].tolist()
+            self.pending.extend([*taken, *again])
         if not self.pending:
             raise StopIteration
         return self.pending.popleft()
+
+    def _take(self) -> tuple[list[int], list[int]]:
+        """Take rows until one comes again, which sorting would put beside itself. Return it apart."""
+        taken: dict[int, None] = {}
+        for position in self._positions:
+            if position in taken:
+                return [*taken], [position]
+            taken[position] = None
+            if len(taken) == self._size:
+                break
+        return [*taken], []

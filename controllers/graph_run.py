@@ -114,7 +114,7 @@ class GraphRun(ABC):
         places = [lease.place_of[parent] for parent in published.parents.tolist()]
         expected, lengths = lease.forecast.tokens[places], published.num_tokens
         self.forecasts[lease.node.name].observe(
-            lease.token, lease.positions[places], lease.num_tokens[places], lengths
+            lease.group_ids[places], lease.positions[places], lease.num_tokens[places], lengths
         )
         if not lease.forecast.is_empty:
             # The order of arrival does not change sums of whole tokens.

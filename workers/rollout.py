@@ -727,6 +727,20 @@ def record_kept_sets(graphs: Iterable[Graph]) -> None:
                 handle = graph.handles[node.group]
                 if isinstance(handle.config, RolloutConfig):  # a user's own class may always write them
                     handle.config = handle.config.model_copy(update={"kept_sets": True})
+            _check_ratios(graph, node)
+
+
+def _check_ratios(graph: Graph, node: Node) -> None:
+    """Check that an update does not compare probabilities over kept sets with those over everything."""
+    writer = node.writers.get(str(RESPONSE_LOGPROBS))
+    if not node.operation.updates or writer is None or str(KEPT_IDS) in node.reads:
+        return
+    sampling = next(each for each in graph.nodes if each.name == writer).arguments.get("sampling")
+    if isinstance(sampling, Sampling) and sampling.truncates:
+        raise UserError(
+            f"node {node.name!r} trains with 'response_logprobs', which are over the tokens that top_p, top_k, min_p or min_tokens of "
+            f"{writer!r} keep, but it does not read these: add 'kept_counts' and 'kept_ids' to its reads, or sample without them"
+        )
 
 
 # Canary: log-probabilities that a rank and its trainer both compute before the rank serves the run.

@@ -172,7 +172,14 @@ def check_schedule(spec: RunSpec) -> None:
     train, *evaluated = spec.graphs.values()
     check_group_sizes(train)
     check_curriculum(train)
-    if (rounds := getattr(spec.schedule, "rounds", 1)) > 1 and curriculum_of(train.source) is not None:
+    rounds, rows = getattr(spec.schedule, "rounds", 1), len(train.source.table)
+    each = spec.schedule.prompts_per_step
+    if rounds > 1 and rounds * each > rows:
+        raise UserError(
+            f"Synchronous(rounds={rounds}) sorts the {rounds * each:,} prompts of {rounds} steps, and the source has {rows:,}, "
+            f"so copies of a prompt would share a step; use rounds={max(1, rows // each)} or less"
+        )
+    if rounds > 1 and curriculum_of(train.source) is not None:
         raise UserError(
             f"Synchronous(rounds={rounds}) sorts prompts of later steps by length, and a curriculum chooses them one step at a time; "
             "use rounds=1, or data without with_curriculum"

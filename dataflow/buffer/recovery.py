@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..column import ON_DEMAND, RESPONSE_LOGPROBS
 from ..errors import LeaseError, RecoveryError, UserError, nearest
 from ..graph import SOURCE, TRAIN, Graph, Node
 from ..operation import Shape
@@ -476,7 +477,9 @@ def _same_graph(name: str, record: Record, graphs: Mapping[str, Graph] | None) -
     graph = graphs[name] if name == TRAIN else _without_new_options(graphs[name], earlier)
     # Convert through JSON: the outline in the log has lists instead of tuples.
     now = json.loads(json.dumps(graph.outline()))
-    first, second = _required_parts(now, outline), _required_parts(outline, now)
+    # An evaluation that was running starts again, so its rows may have other columns.
+    free = () if name == TRAIN else (str(RESPONSE_LOGPROBS), *ON_DEMAND)
+    first, second = _required_parts(now, outline, free), _required_parts(outline, now, free)
     if first != second:
         nodes = first["nodes"]
         changed = [n["name"] for n in nodes if n["name"] not in earlier] or [
@@ -504,9 +507,12 @@ def _without_new_options(graph: Graph, earlier: Collection[str]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _required_parts(outline: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _required_parts(
+    outline: Mapping[str, Any], other: Mapping[str, Any], free: Collection[str]
+) -> dict[str, Any]:
     """Return an outline without optional columns, for a comparison with `other`. A later version of
-    Weft may read more optional columns, and must still resume the run."""
+    Weft may read more optional columns, and must still resume the run. Nodes may write the columns
+    `free` or not."""
     optional = {
         (node["name"], writer)
         for node in (*outline["nodes"], *other["nodes"])
@@ -516,6 +522,10 @@ def _required_parts(outline: Mapping[str, Any], other: Mapping[str, Any]) -> dic
     nodes: list[dict[str, Any]] = []
     for node in outline["nodes"]:
         operation = {name: value for name, value in node["operation"].items() if name != "may_read"}
+        node, operation = (
+            {**each, "writes": [c for c in each["writes"] if c not in free]}
+            for each in (node, operation)
+        )
         required = {
             name: writer for name, writer in node["writers"].items() if name in operation["reads"]
         }

@@ -399,9 +399,9 @@ class PromptQueue(Iterator[int]):
                 continue
             self._counts.lost += gone
             self._leave_flight(prompt, gone)
-            # It has had no result in this pass.
+            # In the present pass it would be drawn at once, and a prompt that always fails for ever.
             if not self._in_flight[prompt] and self._is_idle(prompt):
-                self._push(prompt, max(int(self._pass[prompt]), self._next_pass(prompt) - 1))
+                self._push(prompt, self._next_pass(prompt))
         while self._due and self._due[0][0] <= step:
             due, prompt = heapq.heappop(self._due)
             if self._retired[prompt] >= 0 and self._due_step(prompt) == due:

@@ -20,8 +20,12 @@ _POINTS = 12
 """Number of steps in the table of curves."""
 _LONGEST = 200
 """Maximum number of characters of a setting."""
-_LOCAL = re.compile(r"(?<![\w.:/-])(?:~|/|[A-Za-z]:\\)[^\s'\",)\]}]*[/\\](?=[^\s'\",)\]}/\\])")
-"""Folders of a local path, before its last part."""
+_LOCAL = re.compile(
+    r"(?:file://|(?<![\w.:/-])[\w.-]+:(?=/[^/])|(?<![\w.:/-]))(?:~|/|[A-Za-z]:\\)[^\s'\",)\]}]*[/\\](?=[^\s'\",)\]}/\\])"
+)
+"""Folders of a local path, of a `file:` address or of a path on another host, before its last part."""
+_HOME = re.compile(r"(?<![\w.:-])/(?:home|Users)/[^\s/'\",)\]}]+/?(?=[\s'\",)\]}]|$)")
+"""A home folder, whose last part is a user's name."""
 _CHECKSUMS = re.compile(r"(data|numbers) of ")
 """Beginning of the names of settings that hold a checksum."""
 
@@ -128,8 +132,10 @@ def _text(value: object) -> str:
 
     >>> _text("'/home/ann/models/tiny'"), _text("openai/gsm8k"), _text("a|b")
     ("'tiny'", 'openai/gsm8k', 'a\\\\|b')
+    >>> _text("file:///home/ann/backup"), _text("nas:/home/ann/x/y"), _text("'/home/ann/'"), _text("https://hf.co/a/b")
+    ('backup', 'y', "'~'", 'https://hf.co/a/b')
     """
-    text = _LOCAL.sub("", one_line(str(value)))
+    text = _LOCAL.sub("", _HOME.sub("~", one_line(str(value))))
     return re.sub(r"([|<`])", r"\\\1", text)
 
 

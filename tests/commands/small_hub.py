@@ -32,6 +32,8 @@ class SmallHub:
             def do_POST(self) -> None:
                 self._answer(*hub.answer(self.path, self._body(), self.headers.get("Authorization")))
 
+            do_GET = do_POST
+
             def do_PUT(self) -> None:
                 hub.large[self.path.rpartition("/")[2]] = self._body()
                 hub.requests.append("PUT")
@@ -82,6 +84,11 @@ class SmallHub:
             status = 409 if name in self.repositories else 200
             self.repositories.setdefault(name, asked)
             return status, {"url": f"{self.endpoint}/{name}", "name": name}
+        if (found := self.repositories.get(path.removeprefix("/api/models/"))) is not None:
+            return 200, {
+                "id": path.removeprefix("/api/models/"),
+                "private": found["visibility"] == "private",
+            }
         if "/preupload/" in path:
             files = json.loads(body)["files"]
             return 200, {"files": [_uploaded(each["path"]) for each in files]}

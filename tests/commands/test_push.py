@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from small_hub import TOKEN, SmallHub
 
 from weft.__main__ import main
+from weft.commands.export import _without_local_base
 from weft.dataflow.runs.manifest import write_manifest
 from weft.dataflow.runs.model_card import model_card
 
@@ -85,6 +86,28 @@ def test_a_folder_and_a_public_repository_get_the_same_files(
     assert main(["export", "two", "alone", "--card"]) == 0
     assert Path("alone/README.md").read_bytes() == Path("out/README.md").read_bytes()
     assert not hub.requests
+
+
+def test_a_repository_that_is_public_already_gets_nothing_without_public(
+    saved: Path, hub: SmallHub, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["export", "two", "--push", "open", "--public"]) == 0
+    commits = list(hub.commits)
+    assert main(["export", "two", "--push", "open"]) != 0
+    assert "the repository exists and is public; add --public" in capsys.readouterr().err
+    assert hub.commits == commits
+
+
+def test_an_adapter_is_pushed_without_the_folder_of_its_base(tmp_path: Path):
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps({"r": 8, "base_model_name_or_path": "/home/ann/models/tiny"}))
+    pushed = _without_local_base(settings)
+    assert isinstance(pushed, bytes)
+    assert json.loads(pushed) == {"r": 8, "base_model_name_or_path": "tiny"}
+    settings.write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B"}))
+    pushed = _without_local_base(settings)
+    assert isinstance(pushed, bytes) and b'"Qwen/Qwen3-8B"' in pushed
+    assert _without_local_base(tmp_path / "model.safetensors") == tmp_path / "model.safetensors"
 
 
 def test_wrong_names_tokens_and_models_are_refused_before_the_first_request(

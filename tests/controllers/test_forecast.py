@@ -110,6 +110,11 @@ def test_rounds_sort_the_prompts_of_several_steps_and_return_each_once():
     assert list(again) == [2, 4, 6, 7, 5]
 
 
+def test_a_prompt_that_comes_again_ends_a_round():
+    rounds = Rounds(iter([2, 0, 1, 2, 0, 1]), 5, lambda rows: -rows)
+    assert list(rounds) == [2, 1, 0, 2, 1, 0]
+
+
 def test_rounds_keep_the_order_if_nothing_is_expected():
     for size, known in ((5, np.nan), (1, 1.0)):
         expect = lambda rows, known=known: known * -rows  # noqa: E731

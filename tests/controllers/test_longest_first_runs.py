@@ -250,6 +250,14 @@ def test_a_run_that_resumes_without_rows_issues_the_rest_of_its_round(
     assert rest[:number] == whole[-len(rest) :][:number]
 
 
+def test_rounds_of_more_prompts_than_there_are_are_refused(tmp_path: Path):
+    schedule = Synchronous(steps=12, prompts_per_step=4, rounds=4)
+    with pytest.raises(
+        UserError, match=r"the 16 prompts of 4 steps, and the source has 15, .* rounds=3"
+    ):
+        driver_of(tmp_path, schedule, Simulated(costs(((1,),) * 15)), 1, number=15)
+
+
 def test_rounds_that_would_not_end_are_refused():
     with pytest.raises(UserError, match=r"rounds=8 does not divide steps=100, .* take steps=104"):
         Synchronous(rounds=8)

@@ -17,6 +17,9 @@ from weft.controllers.recovery.checkpoints import CheckpointConfig
 from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
+from weft.dataflow.metrics import Metrics
+from weft.workers.dispatch import Dispatch
+from weft.workers.worker import remote
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14], [15], [16, 17]]
 CUT = weft.Sampling(max_tokens=8, top_p=0.9, top_k=20, min_p=0.05, min_tokens=2)
@@ -82,3 +85,27 @@ def test_kept_sets_of_rows_in_flight_survive_a_resume(
         assert row["actor/max_logprob_gap"] < 5e-4 and row["actor/mean_logprob_gap"] < 1e-5
         assert abs(row["actor/kl"]) < 1e-5
     assert not check_log(tmp_path / "run" / "buffer").violations
+
+
+def test_an_update_that_reads_the_probabilities_without_the_kept_sets_is_refused(
+    tmp_path: Path, tiny_model: Path
+):
+    class Own(weft.Worker):
+        @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_logprobs"), updates=True)
+        def update(self, batch: Batch) -> Metrics:
+            raise NotImplementedError
+
+    @weft.graph
+    def trains(prompts: Any, *, rollout: Any, actor: Any) -> Any:
+        return actor.update(rollout.generate(prompts, n=2, sampling=CUT))
+
+    rollout = weft.group(weft.RolloutWorker, model=str(tiny_model), engine="transformers")
+    graph = trains(
+        weft.TableSource("prompts", pa.table({"prompt_ids": PROMPTS})),
+        rollout=rollout,
+        actor=weft.group(Own, name="actor"),
+    )
+    with pytest.raises(
+        weft.UserError, match=r"'actor.update' trains with .* add 'kept_counts' and 'kept_ids'"
+    ):
+        weft.Driver(graph, schedule=SCHEDULES[0], root=tmp_path, progress=False)

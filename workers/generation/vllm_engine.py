@@ -709,6 +709,9 @@ def _start(
             # vLLM's model runner V2, which needs Triton, returns kept sets itself.
             if kept_sets and HAS_TRITON and chosen.create_engine_config().use_v2_model_runner:
                 chosen.return_sampling_mask = True
+            elif kept_sets:
+                # With these, V1 samples tokens that it discards, and their sets would be recorded too.
+                chosen.async_scheduling = chosen.enable_chunked_prefill = False
             return LLMEngine.from_engine_args(chosen)
     except Exception as error:
         raise GenerationError(f"vLLM could not start: {type(error).__name__}: {error}") from error

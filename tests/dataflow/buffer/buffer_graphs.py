@@ -45,12 +45,16 @@ def train_graph(samples: int = 3, *, scorer: str = "score", quorum: bool = True)
 
 
 def eval_graph(
-    *, votes: bool = False, counts: bool = False, reads: tuple[str, ...] = ("reward",)
+    *,
+    votes: bool = False,
+    counts: bool = False,
+    reads: tuple[str, ...] = ("reward",),
+    writes: tuple[str, ...] = ("response",),
 ) -> Graph:
     """A graph that generates and scores, and may vote, and count votes if there are some."""
     drawn = _Trace("eval", PROMPTS)
     rows = _SymbolicRows(drawn, SOURCE, {"prompt": ""})
-    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=("response",))
+    generate = Declaration("generate", Shape.EXPAND, reads=("prompt",), writes=writes)
     rows = drawn.add_node(rows, None, samples_of, generate, (), {"n": 1})
     rows = drawn.add_node(
         rows, None, function, Declaration("score", reads=("response",), writes=("reward",)), (), {}

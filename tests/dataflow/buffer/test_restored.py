@@ -242,6 +242,15 @@ def test_an_evaluation_of_an_earlier_version_continues_without_new_optional_node
             restore(folder, earlier | graphs)
 
 
+def test_an_evaluation_whose_truncated_samples_had_no_probabilities_continues(tmp_path: Path):
+    folder = tmp_path / "run"
+    earlier, later = eval_graph(), eval_graph(writes=("response", "response_logprobs"))
+    SampleBuffer.create(folder, {"train": earlier, "eval": earlier}).close(going_on=True)
+    assert restore(folder, {"train": earlier, "eval": later}).ledgers["eval"].graph is not None
+    with pytest.raises((UserError, RecoveryError), match="check generate"):
+        restore(folder, {"train": later, "eval": later})
+
+
 def test_the_graphs_must_be_those_of_the_run(tmp_path: Path):
     folder = tmp_path / "run"
     broken_run(folder)

@@ -245,11 +245,11 @@ def test_the_functions_of_solve_rates_are_the_papers():
 # Lost groups
 
 
-def test_a_prompt_whose_group_was_lost_is_drawn_again_and_counted():
+def test_a_prompt_whose_group_was_lost_is_drawn_again_after_the_others_and_counted():
     queue = queue_of(Curriculum(), 4, shuffle=False)
     assert draw(queue, 3) == [0, 1, 2]
     queue.record(0, 1, 4, 1)
-    assert draw(queue, 2, 2, at_work=(2,)) == [1, 3]
+    assert draw(queue, 3, 2, at_work=(2,)) == [3, 0, 1], "a prompt that always fails holds up no other"
     assert queue.metrics()["curriculum/lost_groups"] == 1
     assert queue.metrics()["curriculum/unmeasured"] == 3
 
