@@ -18,6 +18,7 @@ from weft.controllers.schedule import Training
 from weft.dataflow.batch import Batch
 from weft.dataflow.buffer.check import check_log
 from weft.dataflow.metrics import Metrics
+from weft.dataflow.operation import TrainingBatch
 from weft.workers.dispatch import Dispatch
 from weft.workers.worker import remote
 
@@ -91,7 +92,13 @@ def test_an_update_that_reads_the_probabilities_without_the_kept_sets_is_refused
     tmp_path: Path, tiny_model: Path
 ):
     class Own(weft.Worker):
-        @remote(dispatch=Dispatch.SPLIT_BY_DP, reads=("response_ids", "response_logprobs"), updates=True)
+        Config = weft.Config
+
+        @remote(
+            dispatch=Dispatch.SPLIT_BY_DP,
+            reads=("response_ids", "response_logprobs"),
+            takes=TrainingBatch(),
+        )
         def update(self, batch: Batch) -> Metrics:
             raise NotImplementedError
 
