@@ -165,7 +165,7 @@ class Rounds:
 
     Takes the prompts of several steps at a time, and sorts them by the expected length of their
     responses. The order depends only on earlier responses. Each prompt comes once, and its responses
-    are all trained on, so their lengths have the distribution of the policy. (A round that ends when
+    are all trained on, so over whole rounds their lengths have the distribution of the policy. (A round that ends when
     enough responses have finished would train on too many short ones.)
 
     Args:
