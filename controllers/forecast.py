@@ -202,7 +202,8 @@ class Rounds:
         return self.pending.popleft()
 
     def _take(self) -> tuple[list[int], list[int]]:
-        """Take rows until one comes again, which sorting would put beside itself. Return it apart."""
+        """Return the next distinct rows, and the repeated row that ended them, if any. Sorting would put
+        both copies into the same step."""
         taken: dict[int, None] = {}
         for position in self._positions:
             if position in taken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import time
 from collections import Counter
@@ -670,6 +671,12 @@ class RolloutWorker(Worker):
     @classmethod
     def check(cls, config: RolloutConfig, nodes: Sequence[Node], source: Source) -> None:
         config.check(nodes, source)
+        takes = inspect.signature(cls.new_engine).parameters.values()
+        if config.kept_sets and not any(p.name == "kept_sets" or p.kind is p.VAR_KEYWORD for p in takes):
+            raise UserError(
+                f"{cls.__name__}.new_engine does not take kept_sets, so its engine cannot record from which tokens it samples, which a "
+                "trainer reads; add the parameter (docs/your_own.md), or sample without top_p, top_k, min_p and min_tokens"
+            )
 
     @classmethod
     def check_machine(cls, config: RolloutConfig, ranks: int) -> None:
@@ -733,7 +740,7 @@ def record_kept_sets(graphs: Iterable[Graph]) -> None:
 def _check_ratios(graph: Graph, node: Node) -> None:
     """Check that an update does not compare probabilities over kept sets with those over everything."""
     writer = node.writers.get(str(RESPONSE_LOGPROBS))
-    if not node.operation.updates or writer is None or str(KEPT_IDS) in node.reads:
+    if not node.operation.updates or not writer or str(KEPT_IDS) in node.reads:  # "": the source
         return
     sampling = next(each for each in graph.nodes if each.name == writer).arguments.get("sampling")
     if isinstance(sampling, Sampling) and sampling.truncates:

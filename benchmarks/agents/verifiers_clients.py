@@ -6,7 +6,7 @@ Reads a line of JSON from standard input:
      "sessions": [{"key": ..., "tokens": [40, 70]}]}
 
 and prints the number of turns per second, from the first request to the last reply. A session's key is
-its `X-Session-ID`. The clients and the graph of messages are those of verifiers' interception server.
+its `X-Session-ID`. verifiers' interception server uses the same clients and the same graph of messages.
 """
 
 import asyncio

@@ -84,7 +84,7 @@ def costs_of(folder: str) -> tuple[float, float]:
 
 
 def _ratio(one: Callable[[], Any], other: Callable[[], Any]) -> float:
-    """Return the median processor time of one call over that of another, in turns."""
+    """Call two functions in turns. Return the ratio of their median processor times."""
     seconds: list[list[float]] = []
     for _ in range(REPEATS):
         seconds.append([])

@@ -48,7 +48,7 @@ class TailEngine(VllmEngine):
         super().__init__(str(config.model), config, **settings)
         self._median, self._sigma = config.median, config.sigma
         self.calls: list[list[tuple[int, float]]] = [[]]
-        """Of each call: responses in the batch and seconds of each step."""
+        """[calls] (responses in the batch, seconds) of each step."""
 
     def submit(self, request: GenerationRequest, sampling: weft.Sampling) -> int:
         assert request.seed is not None

@@ -1,4 +1,4 @@
-"""`weft select` reads what `Prompts.read` reads, writes what it reads, and says what it dropped."""
+"""`weft select` takes the formats of `Prompts.read`, writes the rows unchanged, and reports dropped rows."""
 
 import json
 from pathlib import Path

@@ -431,6 +431,19 @@ def check(config: RolloutConfig, lengths: list[int], **arguments: Any) -> None:
     RolloutWorker.check(config, [node], source)
 
 
+def test_an_engine_that_cannot_be_asked_for_kept_sets_is_refused_before_the_start(tiny_model: Path):
+    class Narrow(RolloutWorker):
+        def new_engine(self, *, max_context: int, dtype: str, seed: int) -> Any: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    source: Any = Table(table=pa.table({"prompt_ids": [[3]]}))
+    config = RolloutConfig(model=tiny_model, engine="transformers")
+    Narrow.check(config, [], source)
+    config = config.model_copy(update={"kept_sets": True})
+    RolloutWorker.check(config, [], source)
+    with pytest.raises(UserError, match=r"Narrow\.new_engine does not take kept_sets"):
+        Narrow.check(config, [], source)
+
+
 def test_a_config_that_fits_passes(tmp_path: Path) -> None:
     check(
         RolloutConfig(model=folder_with(tmp_path / "m")), [3, 32], n=8, sampling=Sampling(max_tokens=32)

@@ -20,6 +20,7 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import TrainingBatch
 from weft.workers.dispatch import Dispatch
+from weft.workers.rollout import record_kept_sets
 from weft.workers.worker import remote
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14], [15], [16, 17]]
@@ -88,20 +89,23 @@ def test_kept_sets_of_rows_in_flight_survive_a_resume(
     assert not check_log(tmp_path / "run" / "buffer").violations
 
 
+class Own(weft.Worker):
+    """Trains with log-probabilities and not with kept sets."""
+
+    Config = weft.Config
+
+    @remote(
+        dispatch=Dispatch.SPLIT_BY_DP,
+        reads=("response_ids", "response_logprobs"),
+        takes=TrainingBatch(),
+    )
+    def update(self, batch: Batch) -> Metrics:
+        raise AssertionError("no run has started")
+
+
 def test_an_update_that_reads_the_probabilities_without_the_kept_sets_is_refused(
     tmp_path: Path, tiny_model: Path
 ):
-    class Own(weft.Worker):
-        Config = weft.Config
-
-        @remote(
-            dispatch=Dispatch.SPLIT_BY_DP,
-            reads=("response_ids", "response_logprobs"),
-            takes=TrainingBatch(),
-        )
-        def update(self, batch: Batch) -> Metrics:
-            raise NotImplementedError
-
     @weft.graph
     def trains(prompts: Any, *, rollout: Any, actor: Any) -> Any:
         return actor.update(rollout.generate(prompts, n=2, sampling=CUT))
@@ -116,3 +120,14 @@ def test_an_update_that_reads_the_probabilities_without_the_kept_sets_is_refused
         weft.UserError, match=r"'actor.update' trains with .* add 'kept_counts' and 'kept_ids'"
     ):
         weft.Driver(graph, schedule=SCHEDULES[0], root=tmp_path, progress=False)
+
+
+def test_probabilities_of_a_file_need_no_kept_sets():
+    @weft.graph
+    def trains(rows: Any, *, actor: Any) -> Any:
+        return actor.update(rows)
+
+    columns = {"response_ids": [[5], [6]], "response_logprobs": [[-1.0], [-2.0]]}
+    graph = trains(weft.TableSource("rows", pa.table(columns)), actor=weft.group(Own, name="actor"))
+    assert "response_logprobs" in graph.nodes[0].reads
+    record_kept_sets([graph])

@@ -2,7 +2,7 @@
 
     harness ──HTTP──> Gateway ──turn──> LiveEpisodes ──link──> rollout rank
 
-Each attempt at an episode has its own address and key. See `live_episodes.py` for what becomes of its turns.
+Each attempt at an episode has its own address and key. `live_episodes.py` follows its turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gateway:
     """Serves HTTP requests of harnesses, and the links of ranks.
 
     Args:
-        episodes: those that run.
+        episodes: the run's episodes.
     """
 
     def __init__(self, episodes: LiveEpisodes) -> None:

@@ -8,7 +8,7 @@
 - Each attempt at an episode has its own key and session. A late request of an earlier attempt never
   reaches a later one.
 - A replica that dies loses only the turns that it was sampling (`replicas.py`).
-- An episode belongs to the rank that has leased its prompt. If that rank dies, the episode goes on,
+- An episode belongs to the rank that has leased its prompt. If that rank dies, the episode continues,
   and the next rank that opens it joins it. A rank that has lost its lease may not know it yet, so an
   episode ends for all ranks that have opened it, and is dropped when the last of them gives it up.
 """
@@ -71,7 +71,7 @@ T = TypeVar("T")
 ATTEMPTS = 3
 """Attempts at an episode whose failures the policy does not cause."""
 REJOIN_S = 120.0
-"""[s] How long an episode goes on after the rank that leased it has died."""
+"""[s] How long an episode continues after the rank that leased it has died."""
 ABANDONED_S = 30.0
 """[s] How long a turn is sampled on after its client has hung up. The client may repeat its request."""
 SAMPLE_S = 1800.0
@@ -266,7 +266,7 @@ class LiveEpisodes:
                 result = await runner.run(episode.key, episode.request.row, base_url=base_url)
                 _check_rewards(result, session)
             except EpisodeFailure as error:
-                # A harness that cannot go on because the context is full has failed by the policy's doing.
+                # A harness that cannot continue because the context is full has failed by the policy's doing.
                 stopped = episode.full and isinstance(
                     error, HarnessRaised | HarnessDied | ModelUnreachable
                 )
