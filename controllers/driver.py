@@ -21,7 +21,7 @@ from ..dataflow.prompts.prompts import Prompts
 from ..dataflow.runs.files import CHECKPOINTS, is_full
 from ..dataflow.source import fingerprint
 from ..workers.actor import agree_on_adapters
-from ..workers.rollout import record_kept_sets
+from ..workers.rollout_config import record_kept_sets
 from .backends.backend import Backend
 from .backends.jobs import resume_of, root_of
 from .backends.local import Local

@@ -21,7 +21,7 @@ from ..dataflow.column import EXPECTED_TOKENS, PROMPT_IDS
 from ..dataflow.graph import TRAIN, Graph, Node
 from ..dataflow.metrics import Estimate, GroupCounts, Mean, Metric, merge
 from ..dataflow.operation import Shape
-from ..dataflow.prompts.curriculum import PromptQueue, write_state
+from ..dataflow.prompts.prompt_queue import PromptQueue, write_state
 from ..dataflow.source import Cursor
 from .forecast import LengthForecast, Rounds, write_forecasts
 

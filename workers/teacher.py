@@ -18,7 +18,8 @@ from ..dataflow.column import (
 from ..dataflow.errors import SampleError, UserError
 from .generation.vllm_engine import VllmEngine
 from .reference import OF_TEACHER, Scores, check_top, with_teacher
-from .rollout import RolloutConfig, RolloutWorker
+from .rollout import RolloutWorker
+from .rollout_config import RolloutConfig
 from .worker import remote
 
 if TYPE_CHECKING:

@@ -373,7 +373,8 @@ def _new_worker(folder: Path, gateway: Any, family: str = "") -> Any:
     from as_rank import AsRank
     from random_engine import RandomEngine
 
-    from weft.workers.rollout import RolloutConfig, RolloutWorker
+    from weft.workers.rollout import RolloutWorker
+    from weft.workers.rollout_config import RolloutConfig
 
     class LoggedWorker(RolloutWorker):
         rank = AsRank(gateway.address)

@@ -133,7 +133,8 @@ class Setting:
         from as_rank import AsRank  # pyright: ignore[reportMissingImports]
 
         from weft.controllers.gateway_process import GatewayProcess
-        from weft.workers.rollout import RolloutConfig, RolloutWorker
+        from weft.workers.rollout import RolloutWorker
+        from weft.workers.rollout_config import RolloutConfig
 
         self.model = str(folder / "model")
         tiny_qwen3.make_model(folder / "model", ["number go on"])

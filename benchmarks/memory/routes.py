@@ -27,7 +27,8 @@ def gaps(case: tuple[Path, str, Any, int]) -> dict[str, Any]:
     from weft.dataflow.batch import Batch
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.generation.engine import GenerationRequest, generate
-    from weft.workers.rollout import RolloutConfig, RolloutWorker
+    from weft.workers.rollout import RolloutWorker
+    from weft.workers.rollout_config import RolloutConfig
 
     folder, engine, dtype, rows = case
     torch.set_num_threads(1)

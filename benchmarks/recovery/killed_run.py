@@ -19,7 +19,8 @@ from workloads import reward as share_of_sevens
 
 import weft
 from weft.algorithms.grpo import grpo
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 SAMPLES = 4
 """Responses per prompt."""

@@ -47,7 +47,8 @@ def gaps_of(folder: str, engine: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the gap of each token for each sampling, [T] nats each, and for top-p alone the gap to the
     trainer's log-probabilities over the whole vocabulary."""
     from weft.algorithms.sampling import Sampling
-    from weft.workers.rollout import RolloutConfig, RolloutWorker
+    from weft.workers.rollout import RolloutWorker
+    from weft.workers.rollout_config import RolloutConfig
 
     settings: dict[str, Any] = {"model": folder, "engine": engine, "kept_sets": True, "dtype": "float32"}
     rollout = RolloutWorker(RolloutConfig(**settings, max_context=CONTEXT))
@@ -69,7 +70,8 @@ def costs_of(folder: str) -> tuple[float, float]:
     without."""
     from weft.algorithms.policy_loss import NegativeLogLikelihood
     from weft.algorithms.sampling import Sampling
-    from weft.workers.rollout import RolloutConfig, RolloutWorker
+    from weft.workers.rollout import RolloutWorker
+    from weft.workers.rollout_config import RolloutConfig
 
     sampling, loss = Sampling(max_tokens=TOKENS, top_k=20, stop=None), NegativeLogLikelihood()
     rollouts = [

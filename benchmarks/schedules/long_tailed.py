@@ -24,7 +24,8 @@ from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.dispatch import Dispatch
 from weft.workers.generation.engine import GenerationRequest, Response
 from weft.workers.generation.vllm_engine import VllmEngine
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import Context, remote
 
 

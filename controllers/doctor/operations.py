@@ -416,7 +416,8 @@ def _used_gib() -> float:
 
 
 def _rollout(case: Case, model: str, *, compile: bool | None) -> RolloutWorker:
-    from ...workers.rollout import RolloutConfig, RolloutWorker
+    from ...workers.rollout import RolloutWorker
+    from ...workers.rollout_config import RolloutConfig
 
     # By default vLLM takes nine tenths of the free memory, which leaves too little for the actor.
     room: dict[str, Any] = {} if case.model else {"kv_cache_gib": 4.0 if case.gpu else 1.0}

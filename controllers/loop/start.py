@@ -18,7 +18,8 @@ from ...dataflow.buffer.sample_buffer import BufferConfig, SampleBuffer
 from ...dataflow.buffer.scratch import Scratch, notes
 from ...dataflow.column import PROMPT_IDS
 from ...dataflow.graph import SOURCE, TRAIN, Graph
-from ...dataflow.prompts.curriculum import PromptQueue, curriculum_of, read_state
+from ...dataflow.prompts.curriculum import curriculum_of
+from ...dataflow.prompts.prompt_queue import PromptQueue, read_state
 from ...dataflow.runs.directory import RunDirectory
 from ...dataflow.runs.files import BUFFER
 from ...dataflow.source import CURSOR, Cursor, positions

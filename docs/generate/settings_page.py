@@ -73,7 +73,7 @@ from weft.workers.reward import RewardConfig
 from weft.workers.rewards.code import Code
 from weft.workers.rewards.function import Reward
 from weft.workers.rewards.judge import Judge
-from weft.workers.rollout import RolloutConfig
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.sandbox import Limits
 from weft.workers.training.engine import ModelConfig, TrainingConfig
 from weft.workers.training.lora import Lora

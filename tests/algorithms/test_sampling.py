@@ -18,7 +18,8 @@ from weft.workers.actor import ActorWorker, _check_kept_sets
 from weft.workers.critic import CriticWorker
 from weft.workers.reference import ReferenceWorker
 from weft.workers.reward import RewardWorker
-from weft.workers.rollout import RolloutWorker, record_kept_sets
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import record_kept_sets
 
 PROMPTS = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
 CUT = Sampling(top_p=0.9, top_k=20)

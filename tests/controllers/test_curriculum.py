@@ -25,7 +25,8 @@ from weft.dataflow.errors import UserError
 from weft.dataflow.graph import group
 from weft.dataflow.metric_names import undeclared, untimed
 from weft.dataflow.metrics import Metrics
-from weft.dataflow.prompts.curriculum import Curriculum, Gate, Pool, read_state
+from weft.dataflow.prompts.curriculum import Curriculum, Gate, Pool
+from weft.dataflow.prompts.prompt_queue import read_state
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.runs.alerts import read_alerts
 from weft.dataflow.runs.files import LOG

@@ -9,7 +9,7 @@ from settings_page import FILLED, SECTIONS, Setting, counts, page, settings_of
 
 from weft.controllers.simulation.costs import LinearCost
 from weft.dataflow.errors import UserError
-from weft.workers.rollout import RolloutConfig
+from weft.workers.rollout_config import RolloutConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("algorithms", "controllers", "dataflow", "workers")

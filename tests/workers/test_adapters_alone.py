@@ -18,7 +18,8 @@ from weft.dataflow.errors import GenerationError, UserError
 from weft.workers.actor import ActorConfig, ActorWorker, agree_on_adapters
 from weft.workers.generation.engine import GenerationRequest, generate
 from weft.workers.reference import ReferenceWorker
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.lora import Lora
 
 LORA = Lora(rank=4, alpha=8)

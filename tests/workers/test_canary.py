@@ -16,7 +16,8 @@ from weft.algorithms.grpo import grpo
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import WeftError, WeightSyncError
 from weft.workers.actor import ActorConfig, ActorWorker, check_canary
-from weft.workers.rollout import Canary, RolloutConfig, RolloutWorker
+from weft.workers.rollout import Canary, RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 
 def rollout_of(model: Path, **settings: Any) -> RolloutWorker:

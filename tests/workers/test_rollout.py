@@ -25,11 +25,13 @@ from weft.dataflow.operation import Shape, declaration_of
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
+from weft.workers import rollout_config
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.models.model_folder import read_model_config, read_stop_tokens
 from weft.workers.node_memory import NodeMemory
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import Children, Context
 
 
@@ -366,7 +368,7 @@ def test_samplings_whose_kept_sets_vllm_cannot_return_on_a_gpu_are_refused(
 ) -> None:
     model = folder_with(tmp_path / "m")
     (model / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
-    monkeypatch.setattr(rollouts, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rollout_config, "_on_cpu", lambda: False)
     config = RolloutConfig(model=model, kept_sets=True, max_context=64)
     sampling = sampling.model_copy(update={"max_tokens": 8})
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
@@ -569,7 +571,7 @@ def test_checks_import_no_torch_and_no_vllm(tmp_path: Path) -> None:
     program = (
         "import sys, types, pyarrow as pa\n"
         "from weft.workers.rollout import RolloutWorker\n"
-        "from weft.workers.rollout import RolloutConfig\n"
+        "from weft.workers.rollout_config import RolloutConfig\n"
         "source = types.SimpleNamespace(name='s', columns=(), table=pa.table({}))\n"
         f"config = RolloutConfig(model={str(tmp_path / 'm')!r}, tool_parser='kimi_k2')\n"
         "node = types.SimpleNamespace(name='play', arguments={'env': 'env'})\n"

@@ -20,7 +20,7 @@ from weft.dataflow.buffer.check import check_log
 from weft.dataflow.metrics import Metrics
 from weft.dataflow.operation import TrainingBatch
 from weft.workers.dispatch import Dispatch
-from weft.workers.rollout import record_kept_sets
+from weft.workers.rollout_config import record_kept_sets
 from weft.workers.worker import remote
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11], [12, 13, 14], [15], [16, 17]]

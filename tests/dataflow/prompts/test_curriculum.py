@@ -17,17 +17,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from weft.dataflow.errors import SettingError, UserError
-from weft.dataflow.prompts.curriculum import (
-    RECENT,
-    Curriculum,
-    Gate,
-    Pool,
-    PromptQueue,
-    learnability,
-    read_state,
-    unsolved,
-    write_state,
-)
+from weft.dataflow.prompts.curriculum import Curriculum, Gate, Pool, learnability, unsolved
+from weft.dataflow.prompts.prompt_queue import RECENT, PromptQueue, read_state, write_state
 from weft.dataflow.prompts.prompts import Prompts
 from weft.dataflow.prompts.tokenizer import Tokenizer
 from weft.dataflow.source import positions

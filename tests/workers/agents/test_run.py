@@ -16,7 +16,8 @@ from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import SampleError, UserError
 from weft.workers.agents.harness import Function, as_harness
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.worker import IDLE, Children, Context
 
 from .served import Served, ask, chat, serve

@@ -18,7 +18,8 @@ from weft.resharding.publisher import WeightPublisher
 from weft.workers.generation.engine import GenerationEngine
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,8 @@ from weft.workers.generation.engine import (
     stop_check_of,
 )
 from weft.workers.generation.transformers_engine import TransformersEngine
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 LETTERS = "abcdefgh"
 STOPS = ("ab", "c", "hgf")

@@ -13,7 +13,8 @@ from weft.algorithms.policy_loss import NegativeLogLikelihood
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("torchvision")

@@ -20,7 +20,8 @@ from weft.dataflow.errors import GenerationError
 from weft.resharding.publisher import WeightPublisher
 from weft.resharding.weights import whole
 from weft.workers.generation.engine import GenerationEngine, GenerationRequest, Response, generate
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 LAYERS, CHOSEN = 2, 2
 SETTINGS = {

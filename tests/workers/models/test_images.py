@@ -37,7 +37,8 @@ from weft.workers.generation.engine import GenerationRequest, Response
 from weft.workers.models.images import ImageInputs, ImageReader, open_image
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.lora import Lora
 from weft.workers.training.packed_sequences import PackedSequences
 from weft.workers.training.response_model import ResponseModel

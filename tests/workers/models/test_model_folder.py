@@ -17,7 +17,8 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.generation.engine import Sampling
 from weft.workers.models.model_folder import causal_lm_types, read_stop_tokens
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 TEXT = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -62,7 +63,7 @@ def test_a_context_that_is_left_to_defaults_bounds_nothing_before_the_start(tmp_
 
 
 def test_the_defaults_of_transformers_are_taken_when_a_worker_starts(tmp_path: Path):
-    from weft.workers.rollout import context_at_start
+    from weft.workers.rollout_config import context_at_start
 
     assert context_at_start(folder_with(tmp_path, model_type="gemma3", text_config=TEXT)) == 131_072
     with pytest.raises(UserError, match=r"has no longest context .* set max_context"):

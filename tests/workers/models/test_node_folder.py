@@ -16,7 +16,7 @@ from weft.controllers.backends.model_folders import named_folders
 from weft.dataflow.errors import RunError, UserError
 from weft.workers.models import node_folder
 from weft.workers.models.node_folder import node_folder as find
-from weft.workers.rollout import RolloutConfig
+from weft.workers.rollout_config import RolloutConfig
 
 MODEL = "somebody/tiny"
 

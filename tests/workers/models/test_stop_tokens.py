@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from weft.dataflow.runs.files import Disk
 from weft.workers.actor import ActorConfig
 from weft.workers.models.model_folder import read_stop_tokens, stop_token_notes, unnamed_stop_tokens
-from weft.workers.rollout import RolloutConfig
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.safetensors_files import write_model
 
 TEMPLATE = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"

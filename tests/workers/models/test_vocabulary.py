@@ -15,7 +15,8 @@ from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.models.model_folder import check_vocabulary
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 
 SETTINGS = {
     "model_type": "qwen2",

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.models.weight_files import FILE, INDEX, find_tensor, read_header
-from weft.workers.rollout import RolloutConfig, RolloutWorker
+from weft.workers.rollout import RolloutWorker
+from weft.workers.rollout_config import RolloutConfig
 from weft.workers.training.memory import model_size
 
 SETTINGS = {
