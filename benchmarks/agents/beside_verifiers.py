@@ -7,7 +7,7 @@ Both clients are the real ones, in one process for all sessions as in verifiers'
 (`verifiers_clients.py`), and share the engine, its rank, the gateway, and the lengths of turns. The
 training client renders messages itself and sends token ids; the other one sends messages, which the
 gateway renders. The model samples random tokens, and verifiers' client tokenises some turns again,
-because their text does not keep all of them.
+because their text does not keep all of them. That lengthens its prompts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from throughput import DEADLINE_S, SESSIONS, Setting, episodes, in_a_process
 HERE = Path(__file__).resolve().parent
 PYTHON = HERE.parents[1] / ".venv-verifiers" / "bin" / "python"
 ROUNDS = 5
+TURNS = 4
+"""Turns of a session. Text that is tokenised again becomes longer, and must fit into the context."""
 
 
 def hand_over(row: dict[str, Any], *, base_url: str, api_key: str) -> float:
@@ -88,7 +90,7 @@ def _made(setting: Setting, client: str, rows: list[dict[str, Any]], folder: Pat
 
 def figures() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, closing(Setting(Path(folder))) as setting:
-        rows = episodes(SESSIONS, seed=0)
+        rows = [{**row, "tokens": row["tokens"][:TURNS]} for row in episodes(SESSIONS, seed=0)]
         turns_per_s(setting, "eval", rows[:8])  # warm up
         pairs: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
