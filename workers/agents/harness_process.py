@@ -6,7 +6,8 @@
 - The **guard** runs no code of the user. When the gateway or the fork server ends, it kills every
   process below it.
 - The **fork server** imports the harness once, and forks a process for each episode. It keeps the
-  end of an episode's output for error messages and the log.
+  end of an episode's output for error messages and the log. When the guard ends, it kills every
+  process below it.
 - An **episode** runs the harness on its main thread. A busy loop, a crash or `os._exit` ends this
   episode only. The fork server kills the processes that an episode leaves behind: as "subreapers",
   both get the orphans below them.
@@ -53,7 +54,7 @@ RESULT_BYTES = 16 << 20
 LOG_BYTES = 16 << 20
 """[bytes] Maximum size of a log file. A full one replaces `NAME.1`."""
 KILL_S = 10.0
-"""[s] Time limit for the guard to end all processes."""
+"""[s] Time limit for the guard or the fork server to end all processes below it."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -91,6 +92,19 @@ def kill_children(keep: Iterable[int] = ()) -> None:
     for pid in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+
+
+def end_children() -> None:
+    """Kill all processes below this one, and those that they start meanwhile, until none is left."""
+    until = time.monotonic() + KILL_S
+    while time.monotonic() < until:
+        kill_children()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # no process is left
+            break
+        time.sleep(0.005)
 
 
 class Signals:
@@ -141,19 +155,11 @@ def main() -> NoReturn:
             os.dup2(theirs, fd)
         os.close(output)
         os.close(theirs)
-        ForkServer(socket.socket(fileno=control), CappedLog(Path(log)), Path(scratch)).run()
+        ForkServer(socket.socket(fileno=control), CappedLog(Path(log)), Path(scratch)).run(guard)
     os.close(control)
     os.close(theirs)
     status = _guarded(server, output, signals.fd, CappedLog(Path(log)))
-    until = time.monotonic() + KILL_S
-    while time.monotonic() < until:
-        kill_children()
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:  # no process is left
-            break
-        time.sleep(0.005)
+    end_children()
     os._exit(128 - status if status < 0 else status)  # as a shell reports signals
 
 
@@ -221,7 +227,7 @@ class ForkServer:
         self.run_harness: Callable[..., Any]
         self.episodes: dict[int, EpisodeProcess] = {}
 
-    def run(self) -> NoReturn:
+    def run(self, guard: int) -> NoReturn:
         adopt_orphans()  # from here on, this process may start others
         try:
             self.run_harness = load(json.loads(self._first_line()))
@@ -233,7 +239,8 @@ class ForkServer:
         gc.freeze()  # pages that the collector does not touch stay shared
         # Processes that the user's modules started belong to all episodes.
         self.kept = set(children_by_parent().get(os.getpid(), []))
-        self.signals = Signals(signal.SIGCHLD)
+        self.signals = Signals(signal.SIGCHLD, signal.SIGTERM)
+        die_with(guard, signal.SIGTERM)  # instead of SIGKILL: nothing else could end the orphans
         self.selector = selectors.PollSelector()  # has no descriptor that a fork could change
         self.selector.register(self.control, selectors.EVENT_READ, self._obey)
         self.selector.register(self.signals.fd, selectors.EVENT_READ, self._reap)
@@ -319,7 +326,9 @@ class ForkServer:
             episode.kill()
 
     def _reap(self) -> None:
-        os.read(self.signals.fd, 1 << 12)
+        if signal.SIGTERM in os.read(self.signals.fd, 1 << 12):  # the guard has ended
+            end_children()
+            os._exit(128 + signal.SIGTERM)
         ended: list[tuple[EpisodeProcess, int]] = []
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:

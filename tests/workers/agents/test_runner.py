@@ -255,6 +255,26 @@ def test_if_the_fork_server_dies_its_episodes_fail_and_the_next_ones_get_another
     assert rig.run({"does": "return", "value": 1}) == [{"reward": 1.0}]
 
 
+def test_if_the_guard_dies_no_process_of_an_episode_stays(rig: Rig, tmp_path: Path):
+    file = tmp_path / "pids"
+
+    async def kill_the_guard() -> Any:
+        hanging = asyncio.ensure_future(
+            rig.episode("key", does="leave_children", file=str(file), then="hang")
+        )
+        while not file.exists() or not file.read_text():
+            await asyncio.sleep(0.01)
+        server = rig.runner._server
+        assert server is not None
+        os.kill(server._process.pid, signal.SIGKILL)
+        return await hanging
+
+    died = rig.wait(kill_the_guard())
+    assert isinstance(died, HarnessDied) and died.retried
+    await_end(json.loads(file.read_text()))
+    assert rig.run({"does": "return", "value": 1}) == [{"reward": 1.0}]
+
+
 @pytest.mark.thorough
 def test_an_episode_that_begins_while_dead_processes_are_cleared_away_gets_new_ones(tmp_path: Path):
     rig = rig_with(tmp_path)
