@@ -110,11 +110,14 @@ class BucketGroup:
                 invitation.host, invitation.port, None, False, timeout=timeout, wait_for_workers=False
             )
             keys = PrefixStore(self.name, at)
-            self._group: Any = (
-                _gloo(keys, rank, size, address, timeout)
-                if device.type == "cpu"
-                else _nccl(keys, rank, size, device)
-            )
+            if device.type == "cpu":
+                self._group: Any = _gloo(keys, rank, size, address, timeout)
+            else:
+                # NCCL's first collective has no time limit.
+                names = [f"trainer rank {each}" for each in range(senders)]
+                names += [f"{each.receiver}, part {each.part}" for each in invitation.receivers]
+                meet(keys, rank, names[:size], silence_s)
+                self._group = _nccl(keys, rank, size, device)
 
     def complete(self, chunks: Sequence[torch.Tensor]) -> None:
         """Complete a bucket, given the memory of each sender's chunk ([bytes] uint8). All members
@@ -262,6 +265,19 @@ def _serve_store(host: str) -> TCPStore:
     taken = listen(host)
     port = taken.getsockname()[1]
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=taken.detach())
+
+
+def meet(store: Any, rank: int, names: Sequence[str], timeout_s: float) -> None:
+    """Wait until each member has called this. Raises a TimeoutError that names those that have not."""
+    store.set(f"came/{rank}", "")
+    keys = [f"came/{each}" for each in range(len(names))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [name for key, name in zip(keys, names, strict=True) if not store.check([key])]
+        raise TimeoutError(
+            f"no group after {timeout_s:g} s: {'; '.join(missing) or 'the store'} did not come"
+        ) from None
 
 
 def _gloo(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
