@@ -127,6 +127,11 @@ class Parameter:
     """Another layer whose stage has a copy: the last layer, for an embedding tied to the head."""
 
 
+HYBRIDFLOW_ORDER = ("tp", "pp", "dp")
+"""Coordinates of ranks, fastest-changing first."""
+MEGATRON_ORDER = ("tp", "dp", "pp")
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """Degrees of parallelism: pipeline stages, tensor-parallel shards, and replicas."""
@@ -139,9 +144,9 @@ class Parallelism:
     def num_ranks(self) -> int:
         return self.pp * self.tp * self.dp
 
-    def coordinates(self, order: Sequence[str] = ("tp", "pp", "dp")) -> list[dict[str, int]]:
+    def coordinates(self, order: Sequence[str] = HYBRIDFLOW_ORDER) -> list[dict[str, int]]:
         """Return each rank's "pp", "tp" and "dp" coordinates. `order` lists them, fastest-changing
-        first. The default is HybridFlow's order; Megatron-LM's is ("tp", "dp", "pp")."""
+        first."""
         if sorted(order) != ["dp", "pp", "tp"]:
             raise UserError(
                 f"an order of ranks names 'tp', 'pp' and 'dp', each once, not {tuple(order)}"
@@ -168,7 +173,7 @@ def three_dimensional(
     sizes: Parallelism,
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
-    order: Sequence[str] = ("tp", "pp", "dp"),
+    order: Sequence[str] = HYBRIDFLOW_ORDER,
     stages: PipelineStages | None = None,
 ) -> Layout:
     """Return a layout with pipeline, tensor and data parallelism, as in Megatron-LM training. By
@@ -190,20 +195,23 @@ def generation(
     ranks: Sequence[Where] | None = None,
     dtype: str = "bfloat16",
     regrouped: bool = True,
+    order: Sequence[str] = HYBRIDFLOW_ORDER,
 ) -> Layout:
     """Return the layout of the same ranks for generation. `pp` and `tp` must divide those of
-    training. If `regrouped`, groups follow HybridFlow: a rank's generation shard contains its
-    training shard. Otherwise, groups are consecutive ranks ("HybridFlow-V" in table 2 of the
-    paper)."""
-    grouped = generation_coordinates(training, pp, tp)
+    training, and `order` is its order of ranks. If `regrouped`, groups follow HybridFlow: a rank's
+    generation shard contains its training shard. Otherwise, a group is `pp * tp` consecutive ranks,
+    shards fastest ("HybridFlow-V" in table 2 of the paper)."""
+    grouped = generation_coordinates(training, pp, tp, order)
     parts = [(c["generation_pp"], c["generation_tp"]) for c in grouped]
     if not regrouped:
-        parts = [(c["pp"] % pp, c["tp"] % tp) for c in grouped]
+        parts = [(rank // tp % pp, rank % tp) for rank in range(training.num_ranks)]
     label = f"generation, PP {pp} x TP {tp}{'' if regrouped else ', not regrouped'}"
     return _of_stages_and_shards(parameters, pp, tp, parts, ranks, dtype, label)
 
 
-def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict[str, int]]:
+def generation_coordinates(
+    training: Parallelism, pp: int, tp: int, order: Sequence[str] = HYBRIDFLOW_ORDER
+) -> list[dict[str, int]]:
     """Return the coordinates of each rank: "pp", "tp" and "dp" in training, "generation_pp" and
     "generation_tp" in generation, and "micro_dp".
 
@@ -223,7 +231,7 @@ def generation_coordinates(training: Parallelism, pp: int, tp: int) -> list[dict
         c
         | {"generation_pp": c["pp"] // stages, "generation_tp": c["tp"] // shards}
         | {"micro_dp": c["pp"] % stages * shards + c["tp"] % shards}
-        for c in training.coordinates()
+        for c in training.coordinates(order)
     ]
 
 

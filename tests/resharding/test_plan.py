@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from weft.dataflow.errors import UserError, WeightSyncError
 from weft.resharding.formulas import (
+    HYBRIDFLOW_ORDER,
+    MEGATRON_ORDER,
     Parallelism,
     Parameter,
     PipelineStages,
@@ -175,8 +178,45 @@ def test_groups_of_consecutive_ranks_leave_redundant_weights_and_move_more():
     )  # M / tp, as in the table
 
 
+@pytest.mark.parametrize("order", [HYBRIDFLOW_ORDER, MEGATRON_ORDER])
+@pytest.mark.parametrize(
+    ("training", "degrees", "moved", "moved_regrouped"),
+    [
+        (Parallelism(1, 4, 2), (1, 2), 3, 2),
+        (Parallelism(2, 4, 1), (2, 2), 7 / 4, 1),
+        (Parallelism(4, 2, 1), (2, 2), 3 / 2, 1),
+    ],
+)
+def test_the_volume_of_consecutive_groups_and_of_regrouped_ones(
+    training: Parallelism,
+    degrees: tuple[int, int],
+    moved: float,
+    moved_regrouped: float,
+    order: Sequence[str],
+):
+    """In model sizes, over all ranks. In these cases both orders give each rank the same shard."""
+    parameters = [Parameter(f"{layer}.w", (64, 16), 0, layer) for layer in range(8)]
+    source = three_dimensional(parameters, training, order=order)
+    for regrouped, expected in ((False, moved), (True, moved_regrouped)):
+        plan = ReshardPlan(
+            source, generation(parameters, training, *degrees, regrouped=regrouped, order=order)
+        )
+        check_against_brute_force(plan)
+        assert plan.received_bytes.sum() == expected * 2 * 64 * 16 * 8
+
+
+def test_regrouping_follows_the_order_of_ranks():
+    training = Parallelism(pp=2, tp=2, dp=2)
+    parameters = [Parameter(f"{layer}.w", (64, 16), 0, layer) for layer in range(8)]
+    for order in (HYBRIDFLOW_ORDER, MEGATRON_ORDER):
+        source = three_dimensional(parameters, training, order=order)
+        plan = ReshardPlan(source, generation(parameters, training, 1, 2, order=order))
+        check_against_brute_force(plan)
+        assert (plan.received_bytes == 2 * 64 * 16 * 8 / 4).all(), "the other stage, of its shard"
+
+
 def test_ranks_in_megatrons_order_have_their_replicas_side_by_side():
-    sizes, megatron = Parallelism(pp=2, tp=2, dp=2), ("tp", "dp", "pp")
+    sizes, megatron = Parallelism(pp=2, tp=2, dp=2), MEGATRON_ORDER
     found = [tuple(c[name] for name in ("pp", "dp", "tp")) for c in sizes.coordinates(megatron)]
     assert found == [(p, d, t) for p in range(2) for d in range(2) for t in range(2)]
     layout = three_dimensional(a_model(4), sizes, order=megatron)
