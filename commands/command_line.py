@@ -50,6 +50,7 @@ TREE: Mapping[str, Any] = {
     "merge": "merge:merge",
     "select": "select:select",
     "timeline": "timeline:timeline",
+    "explain": "explain:explain",
     "buffer": {
         "check": "buffer:check",
         "why": "buffer:explain",

@@ -4,13 +4,13 @@ idle gaps, and the critical path of a step."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ...controllers.own_groups import RECORDER
 from ...dataflow.graph import TRAIN
+from ..critical_path import CHECKPOINTS, TOUCHING_S, WEIGHTS, CriticalPaths
 from ..timeline import CallLog, Gap, Lane, Timeline
 from .run_reader import RunReader, nested, read_graphs
 
@@ -21,13 +21,6 @@ MOST_GAPS = 60
 """Maximum number of gaps of a lane to explain, longest first."""
 SHORTEST_GAP = 0.002
 """Shortest gap to explain, as a share of the window."""
-TOUCHING_S = 0.05
-"""[s] A call may have waited for another that ended at most this long before it began."""
-WEIGHTS = (
-    "publish_weights", "send_weights", "receive_weights", "finish_publishing", "canary", "compare_canaries", "register",
-)  # fmt: skip
-SAVE, WRITTEN = "save_checkpoint", "checkpoint_written"
-CHECKPOINTS = (SAVE, "load_checkpoint", WRITTEN, "save")
 LATE = 0.1
 """Name a rank as the slowest if it finished later than the others by this share of its time."""
 
@@ -56,11 +49,7 @@ class _Lanes:
         self._pools = {name: place.get("pool") for name, place in places.items()}
         known = {name: place.get("ranks") for name, place in places.items()}
         self._num_ranks = {name: n if isinstance(n, int) else 1 for name, n in known.items()}
-        self._upstream: dict[str, set[str]] = {}
-        """Maps each node to those that it waits for."""
-        for graph in graphs:
-            for node in nested(graphs, graph).get("nodes", ()):
-                self._upstream.setdefault(node["name"], set()).update(node.get("after", ()))
+        self._paths = CriticalPaths(log, graphs)
 
     @property
     def total_s(self) -> float:
@@ -123,33 +112,15 @@ class _Lanes:
             own = timeline.lane(name, rows[c["graph"][rows] == number])
             if name not in ("", TRAIN) and len(own.calls):
                 lanes.append(self._drawn(own, width, "evaluation"))
-        sent = timeline.lane("weights", rows[np.isin(c["node"][rows], self._numbers_of(*WEIGHTS))])
+        sent = timeline.lane("weights", rows[np.isin(c["node"][rows], self._paths.numbers_of(*WEIGHTS))])
         if len(sent.calls):
             lanes.append(self._drawn(sent, width, "weights"))
-        calls, starts, ends = self._checkpoints
+        calls, starts, ends = self._paths.checkpoints
         inside = (ends >= timeline.start_s) & (starts <= timeline.end_s)
         if inside.any():
             saved = calls[inside], starts[inside], ends[inside], c["worker_s"][calls[inside]]
             lanes.append(self._drawn(Lane("checkpoints", timeline, *saved), width, "checkpoint"))
         return lanes
-
-    def _numbers_of(self, *methods: str) -> list[int]:
-        return [number for number, name in enumerate(self._nodes) if name in methods]
-
-    @cached_property
-    def _checkpoints(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[checkpoints] first call, start and end of each checkpoint, from copying the state to its
-        last write to disk."""
-        c = self._columns
-        begun = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE)))
-        begun = begun[np.argsort(c["start_s"][begun], kind="stable")]
-        first = begun[np.diff(c["step"][begun], prepend=-1) != 0]
-        starts = c["start_s"][first]
-        rows = np.flatnonzero(np.isin(c["node"], self._numbers_of(SAVE, WRITTEN)))
-        of = np.searchsorted(starts, c["start_s"][rows], side="right") - 1
-        ends = starts.copy()
-        np.maximum.at(ends, of[of >= 0], c["end_s"][rows[of >= 0]])
-        return first, starts, ends
 
     def _drawn(self, lane: Lane, width: int, kind: str) -> dict[str, Any]:
         few = len(lane.calls) <= MOST_CALLS
@@ -210,7 +181,7 @@ class _Lanes:
                 "weights",
                 f"waits for weights of {self._what(max(giving, key=c['end_s'].__getitem__))}",
             )
-        upstream = self._upstream.get(next_node, ())
+        upstream = self._paths.upstream.get(next_node, ())
         fed = [
             row for row in others if self._node(row) in upstream and c["end_s"][row] <= end + TOUCHING_S
         ]
@@ -252,62 +223,18 @@ class _Lanes:
         notes += [] if last is None else [f"{group}[{last}] was the last"]
         return f"{of} ({', '.join(notes)})" if notes else of
 
-    # The critical path
-
     def critical(self, step: int) -> list[dict[str, Any]]:
-        """Return the chain of calls that a step waited for, and the unexplained times between them.
-
-        Follows the chain back from the end of the step. The predecessor of a call is the upstream
-        call that still streams rows to it, or else the call that ended last before it began.
-        """
-        c, timeline = self._columns, self.log.of_steps(step, step)
-        if timeline is None:
-            return []
-        begin, at, row = timeline.start_s, timeline.end_s, None
-        own = np.flatnonzero((c["end_s"] > begin) & (c["start_s"] < at))
-        if RECORDER in self._groups:  # no call waits for it
-            own = own[c["group"][own] != self._groups.index(RECORDER)]
-        path: list[dict[str, Any]] = []
-        while at > begin and len(own):
-            before = own[(c["end_s"][own] <= at + 1e-9) & (own != row)]
-            ended = float(c["end_s"][before].max(initial=-np.inf))
-            # Rows may stream from an upstream call that has not ended yet.
-            feeding = None if row is None else self._feeding(own, row, at)
-            if feeding is not None:
-                row, end = feeding, at
-            elif ended > begin:
-                row, end = (
-                    int(before[np.lexsort((-c["start_s"][before], c["end_s"][before]))[-1]]),
-                    ended,
-                )
-            else:
-                break
-            start = max(begin, float(c["start_s"][row]))
-            path += self._unexplained(end, at)
-            path.append(_part(start, end, lane=self._group(row), node=self._node(row)))
-            own = own[(c["start_s"][own] < start) | (c["end_s"][own] <= start + 1e-9)]
-            own = own[own != row]  # a call may take no time
-            at = start
-        return [*path, *self._unexplained(begin, at)][::-1]
-
-    def _feeding(self, own: np.ndarray, row: int, at: float) -> int | None:
-        """Return the latest upstream call that was streaming rows at time `at`; None without one,
-        or if another upstream call had just ended."""
-        c, upstream = self._columns, self._upstream.get(self._node(row), ())
-        near = own[(c["start_s"][own] < at) & (c["end_s"][own] > at - TOUCHING_S)]
-        near = [other for other in near.tolist() if self._node(other) in upstream]
-        if any(c["end_s"][other] <= at + 1e-9 for other in near):
-            return None
-        return max(near, key=lambda other: c["start_s"][other], default=None)
-
-    def _unexplained(self, start: float, end: float) -> list[dict[str, Any]]:
-        """Return the gap in the critical path between these times, unless it is negligible."""
-        if end - start <= 1e-4:
-            return []
-        _, begun, written = self._checkpoints
-        on_disk = (np.minimum(end, written) - np.maximum(start, begun)).clip(min=0).sum()
-        text = "a checkpoint on its way to the disk" if on_disk > 0.5 * (end - start) else "the driver"
-        return [_part(start, end, lane=None, node=None, text=text)]
+        """Return the critical path of a step."""
+        return [
+            _part(
+                part.start_s,
+                part.end_s,
+                lane=part.group,
+                node=part.node,
+                **({} if part.node else {"text": part.text}),
+            )
+            for part in self._paths.of_step(step)
+        ]
 
 
 def _bins(lane: Lane, number: int) -> dict[str, Any]:

@@ -57,6 +57,7 @@ COMMANDS = {
     "diff": ["diff", "./run", "./sound"],
     "export": ["export", "./run", "./model"],
     "timeline": ["timeline", "./run"],
+    "explain": ["explain", "./run"],
     "buffer check": ["buffer", "check", "./run"],
     "buffer why": ["buffer", "why", "./run", "1"],
     "buffer table": ["buffer", "table", "./run"],
