@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES: dict[str, str] = {
     "ActorWorker": "workers.actor",
+    "AdaptiveEntropyWorker": "workers.adaptive_entropy",
     "AdaptiveKlWorker": "workers.adaptive_kl",
     "Asynchronous": "controllers.schedule",
     "Batch": "dataflow.batch",
@@ -108,6 +109,7 @@ if (
     from .dataflow.source import TableSource as TableSource
     from .dataflow.tracing import graph as graph
     from .workers.actor import ActorWorker as ActorWorker
+    from .workers.adaptive_entropy import AdaptiveEntropyWorker as AdaptiveEntropyWorker
     from .workers.adaptive_kl import AdaptiveKlWorker as AdaptiveKlWorker
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch

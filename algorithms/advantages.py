@@ -118,6 +118,23 @@ def batch_normalized(outcomes: Outcomes, *, epsilon: float = 1e-6) -> Tensor:
     return (centred / (deviation + epsilon)).float()
 
 
+def mean_normalized(outcomes: Outcomes) -> Tensor:
+    """A_i = (r_i - mean(r)) / mean(r) over i's group (MaxRL, arXiv:2602.02710).
+
+    With rewards of 0 and 1, this approximates the gradient of log p, the logarithm of the success
+    rate, to the order of the group size. So prompts that are rarely solved weigh about 1 / p.
+    Rewards must not be negative: a group with a mean of 0 or below has advantages of 0. Exactly 0
+    in a group of one row or of equal rewards.
+
+    >>> mean_normalized(Outcomes.of([1.0, 0.0, 0.0, 0.0], groups=[0, 0, 0, 0])).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    """
+    centred, sizes = _centred(outcomes)
+    means = _sums(outcomes.rewards.float().double(), outcomes.groups, len(sizes)) / sizes
+    scales = torch.where(means > 0, 1 / means, 0.0)
+    return (centred * scales.index_select(0, outcomes.groups)).float()
+
+
 def leave_one_out(outcomes: Outcomes) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group = n / (n - 1) (r_i - mean(r)) (RLOO,
     arXiv:2402.14740, eq. 7). Exactly 0 in a group of one row or of equal rewards.
@@ -260,6 +277,7 @@ GROUP_RELATIVE = (
     group_normalized,
     group_centred,
     batch_normalized,
+    mean_normalized,
     leave_one_out,
     length_weighted,
     valid_groups_centred,
@@ -292,10 +310,16 @@ def _columns_of(estimator: Estimator) -> tuple[str, ...]:
 
 
 def groups_without_signal(
-    samples: Batch, *, reward: str = str(REWARD), estimator: Estimator = group_normalized, **_: object
+    samples: Batch,
+    *,
+    reward: str = str(REWARD),
+    estimator: Estimator = group_normalized,
+    within: str | None = None,
+    **_: object,
 ) -> Metrics:
     """Measure the share of groups with equal rewards, whose advantages are all 0. Empty if the
-    estimator reads other columns: equal rewards then do not imply advantages of 0.
+    estimator reads other columns, or if `within` divides groups: equal rewards of a group and
+    advantages of 0 then are not the same.
 
     If `reward` is `shaped_reward`, also measure `signal_of_shaping`: of the groups whose shaped
     rewards differ, the share with equal rewards before the shaping.
@@ -304,7 +328,7 @@ def groups_without_signal(
     >>> groups_without_signal(samples)["groups_without_signal"].value
     0.5
     """
-    if _columns_of(estimator):
+    if _columns_of(estimator) or within is not None:
         return {}
     equal = have_equal_rewards(samples, reward)
     metrics: dict[str, Metric] = {"groups_without_signal": Mean(float(equal.sum()), float(len(equal)))}
@@ -316,7 +340,10 @@ def groups_without_signal(
 
 @node(
     shape=Shape.GROUP,
-    reads=lambda reward, estimator: (reward, RESPONSE_IDS, *_columns_of(estimator)),
+    reads=lambda reward, estimator, within: (
+        *(reward, RESPONSE_IDS, *_columns_of(estimator)),
+        *(() if within is None else (within,)),
+    ),
     may_read=lambda reward: (
         *(RESPONSE_MASK, EPISODE_ID),
         *((REWARD,) if reward == str(SHAPED_REWARD) else ()),
@@ -329,6 +356,7 @@ def group_advantages(
     *,
     estimator: Estimator = group_normalized,
     reward: str = str(REWARD),
+    within: str | None = None,
     whiten: bool = False,
     into: str = str(ADVANTAGES),
 ) -> Batch:
@@ -339,6 +367,9 @@ def group_advantages(
 
     Args:
         samples: whole groups.
+        within: a column of numbers that divides groups: only rows with equal values are compared. With
+            "parent_id", solutions of a problem that a proposer wrote are compared with other
+            solutions of this problem only (hierarchical GRPO).
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
             deviation 1. With `estimator=group_centred`, this is the baseline variant of REINFORCE++
             (arXiv:2501.03262). A call covers the whole step under `Synchronous`, or the ready
@@ -350,7 +381,7 @@ def group_advantages(
     [[0.5, 0.5], [-0.5]]
     """
     rows = response_rows(samples, RESPONSE_IDS)
-    advantages_B = episode_advantages(Episodes.of(samples), rows, estimator, reward)
+    advantages_B = episode_advantages(Episodes.of(samples), rows, estimator, reward, within)
     advantages_T = rows.only_trained(rows.per_token(advantages_B))
     if whiten:
         advantages_T = whitened(advantages_T, rows)
@@ -358,11 +389,18 @@ def group_advantages(
 
 
 def episode_advantages(
-    episodes: Episodes, rows: PackedRows, estimator: Estimator, reward: str
+    episodes: Episodes,
+    rows: PackedRows,
+    estimator: Estimator,
+    reward: str,
+    within: str | None = None,
 ) -> Tensor:
     """Return the advantage of each row's episode: [rows], 0 for episodes that do not vote."""
     values = [torch.from_numpy(episodes.values(name)) for name in (reward, *_columns_of(estimator))]
     groups, lengths = episodes.groups()[1], episodes.sums(rows.trained_lengths.numpy())
+    if within is not None:
+        parts = np.unique(episodes.values(within), return_inverse=True)[1]
+        groups = np.unique(groups * (parts.max(initial=0) + 1) + parts, return_inverse=True)[1]
     columns = dict(zip(_columns_of(estimator), values[1:], strict=True))
     outcomes = Outcomes(
         values[0], torch.from_numpy(groups), torch.from_numpy(lengths.astype(np.int64)), columns

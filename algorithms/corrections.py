@@ -5,6 +5,9 @@ TruncatedImportance(cap=2.0)                                  the weight is the 
 Rejection(keep=(0.5, 2.0))                                    leave out tokens with extreme ratios
 (TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0)))    both: IcePop
 DriftRejection(limit=0.5)                                     leave out bad responses that have drifted
+DivergenceRejection(limit=0.01, over="mean")                  leave out responses with a large divergence
+
+`step_corrections.py` has corrections that compare all tokens of a step.
 
 An update involves three policies. The *generator* (behavior policy) sampled the tokens, perhaps
 with older weights or other numerics. The *trainer* is the policy in its own engine before the
@@ -22,6 +25,7 @@ from pydantic import Field, model_validator
 from ..dataflow.column import ADVANTAGES
 from ..dataflow.config import Config
 from ..dataflow.lazy import torch
+from .kl import k3
 from .loss import PackedRows
 from .surrogates import sequence_product, sequence_ratio, tensors_of, token_ratio
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 
 Level = Literal["token", "sequence", "geometric"]
+Extent = Literal["token", "sum", "mean", "max"]
 
 
 @runtime_checkable
@@ -163,6 +168,39 @@ class DriftRejection(Config):
         return (~masked).to(drift.dtype), torch.zeros_like(masked), masked
 
 
+class DivergenceRejection(Config):
+    """Mask tokens, or whole responses, with a large estimate of KL(generator || trainer). With
+    `over="max"`, a single token rejects its response (trust region masking, Li et al. 2026, "Trust
+    Region Masking for Long-Horizon LLM Reinforcement Learning").
+
+    Unlike the ratio of a response, it does not overlook gaps of opposite signs, because `k2` and `k3`
+    are never negative. As with `Rejection`, masked tokens have no policy gradient, but count
+    in the mean of the loss.
+
+    >>> log_ratio, rows = torch.tensor([0.5, -0.5, 0.1]), PackedRows.of([2, 1])
+    >>> [DivergenceRejection(limit=0.13, estimator=k2, over=over)(log_ratio, rows)[0].tolist() for over in ("token", "sum")]
+    [[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]]
+    """
+
+    limit: float = Field(gt=0)
+    """[nats] Required. Largest estimate to keep. The metric `generator_kl_k3` is the mean of `k3` over
+    tokens. Lower the limit if training is unstable."""
+    estimator: Callable[..., Any] = k3
+    """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k2`, `k3` or `absolute`. `k3` is
+    unbiased; `k2` treats rises and falls of a probability alike."""
+    over: Extent = "token"
+    """Tokens that the estimate covers: each alone, or the sum, mean or largest of a response's tokens.
+    Choose "max" or "sum" to leave out responses with single bad tokens, "mean" for long responses."""
+
+    weighs: ClassVar[bool] = False
+
+    def __call__(self, log_ratio: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+        estimate = self.estimator(-log_ratio.detach(), torch.zeros_like(log_ratio))
+        # NaN fails the comparison, so its token or row is masked.
+        masked = ~(_EXTENTS[self.over](estimate, rows) <= self.limit)
+        return (~masked).to(log_ratio.dtype), torch.zeros_like(masked), masked
+
+
 def combined(
     corrections: Sequence[Correction], log_ratio: Tensor, rows: PackedRows
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,4 +228,19 @@ _LEVELS: dict[Level, Callable[..., Any]] = {
     "token": token_ratio,
     "sequence": sequence_product,
     "geometric": sequence_ratio,
+}
+
+
+def _largest(values_T: Tensor, rows: PackedRows) -> Tensor:
+    """Return the largest value of each row's trained tokens, at least 0, at each of its tokens: [T]."""
+    largest = torch.zeros(len(rows), dtype=values_T.dtype, device=values_T.device)
+    values_T = values_T * rows.trained
+    return rows.per_token(largest.scatter_reduce_(0, rows.row_of_token, values_T, "amax"))
+
+
+_EXTENTS: dict[Extent, Callable[..., Any]] = {
+    "token": token_ratio,
+    "sum": sequence_product,
+    "mean": sequence_ratio,
+    "max": _largest,
 }

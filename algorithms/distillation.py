@@ -38,9 +38,10 @@ from .advantages import Estimator, group_advantages, group_normalized
 from .aggregation import AggregatedLoss
 from .covariance import with_covariance
 from .loss import CANDIDATE_LOGPROBS, Loss, PackedRows, observed, response_rows
-from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Teacher, scored
 from .sampling import Sampling
+from .step_corrections import with_step_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -263,13 +264,14 @@ def distillation(
     else:
         samples = teacher.top_logprobs(samples, top=top, **read)
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
-        samples = old_logprobs(samples, actor=actor)
+        samples = old_logprobs(samples, actor=actor, entropies=needs_entropies(loss))
     if rewarded:
         into = str(ADVANTAGES) if top else _OF_REWARD
         samples = group_advantages(samples, estimator=advantages, into=into)
     if not top:
         samples = teacher_advantages(samples, base=_OF_REWARD if rewarded else None)
     samples = with_covariance(samples, loss=loss.policy if isinstance(loss, Distillation) else loss)
+    samples = with_step_weights(samples, loss=loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 

@@ -22,9 +22,11 @@ from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized, have_equal_rewards
 from .covariance import with_covariance
 from .loss import Loss
-from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, scored
+from .rewards import truncated_rows
 from .sampling import Sampling
+from .step_corrections import with_step_weights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -58,6 +60,7 @@ def grpo(
     epochs: int = 1,
     minibatches: int = 1,
     entropies: bool = False,
+    entropy: Any = None,
 ) -> Any:
     """Group-relative policy optimization (arXiv:2402.03300), with n responses per prompt.
 
@@ -69,7 +72,8 @@ def grpo(
     reward. Without them, `reward` scores the responses.
 
     `entropies` adds the entropy of each token, at the cost of a forward pass if the loss needs no
-    old log-probabilities.
+    old log-probabilities. `entropy`, an `AdaptiveEntropyWorker`, sets the coefficient of the entropy
+    bonus for `PolicyLoss(entropy_coefficient="entropy_coefficient")`.
     """
     if reward is not None and str(BASELINE_REWARD) in getattr(advantages, "reads", ()):
         prompts = greedy_baselines(prompts, rollout=rollout, reward=reward, sampling=sampling)
@@ -77,10 +81,14 @@ def grpo(
     samples = scored(prompts, rollout=rollout, **ways, n=n, sampling=sampling)
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
+    entropies = entropies or entropy is not None or needs_entropies(loss)
     if entropies or needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=entropies)
+    if entropy is not None:
+        # Use the current coefficient before these rows change it.
+        samples = entropy.update(entropy.coefficients(samples))
     samples = group_advantages(samples, estimator=advantages)
-    samples = with_covariance(samples, loss=loss)
+    samples = with_step_weights(with_covariance(samples, loss=loss), loss=loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 
@@ -132,10 +140,7 @@ def mask_truncated(samples: Batch) -> tuple[Batch, Metrics]:
     [[0, 0], [1]]
     """
     _, cu_seqlens = samples.ragged_numpy(RESPONSE_IDS)
-    truncated = np.array(samples[FINISH_REASON].to_pylist(), dtype=object) == "length"
-    if EPISODE_ID in samples:
-        index = samples.groups(EPISODE_ID)[1]
-        truncated = np.bincount(index, weights=truncated)[index] > 0
+    truncated = truncated_rows(samples)
     mask = np.ones(int(cu_seqlens[-1]), np.uint8)
     if RESPONSE_MASK in samples:
         mask = samples.ragged_numpy(RESPONSE_MASK)[0].copy()

@@ -16,6 +16,7 @@ import pyarrow as pa
 from pydantic import model_validator
 
 from ..dataflow.batch import Batch
+from ..dataflow.column import LOG_COLLISIONS as _LOG_COLLISIONS
 from ..dataflow.column import RESPONSE_MASK
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, nearest
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 CANDIDATE_LOGPROBS = "candidate_logprobs"
 """Column that an engine adds if the loss reads `teacher_ids`: [T, k] nats, the log-probabilities of
 these tokens under the policy, with a gradient."""
-LOG_COLLISIONS = "log_collisions"
+LOG_COLLISIONS = str(_LOG_COLLISIONS)
 """Column that an engine adds if the loss may read it: [T] nats, log sum_v p_v^2 at each position,
 without a gradient. It is the log-probability that two samples of the policy are the same token."""
 

@@ -13,17 +13,22 @@ PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decouple
 PolicyLoss(covariance=ClipCov())                                        Clip-Cov
 PolicyLoss(covariance=KlCov(), surrogate=Unclipped())                   KL-Cov
 PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0))))            IcePop
+PolicyLoss(ratio=sequence_product, surrogate=Vespo())                   VESPO
+PolicyLoss(surrogate=Dppo(penalty=1e-3))                                DPPO, as in prime-rl
+PolicyLoss(surrogate=Unclipped(), correction=SecondMoment())            M2PO
+PolicyLoss(correction=TopEntropy(share=0.2))                            only tokens with a high entropy
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ..dataflow.column import (
     ADVANTAGES,
+    ENTROPIES,
     HIGH_COVARIANCE,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -37,6 +42,7 @@ from .covariance import CovarianceRule
 from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
+from .step_corrections import StepCorrection, step_correction_of
 from .surrogates import MAX_LOG_RATIO, Clipped, Surrogate, tensors_of, token_ratio
 
 if TYPE_CHECKING:
@@ -56,18 +62,19 @@ class PolicyLoss(AggregatedLoss):
     """
 
     surrogate: Surrogate = Clipped()
-    """Surrogate objective: `Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)` or
-    `PlainPolicyGradient()`. Choose one that bounds the ratio if batches are stale or trained on
-    more than once."""
+    """Surrogate objective: `Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)`,
+    `Vespo(positive, negative)`, `Dppo(low, high)` or `PlainPolicyGradient()`. Choose one that bounds
+    the ratio if batches are stale or trained on more than once."""
     ratio: Callable[..., Any] = token_ratio
     """Function (log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or
     `sequence_product`. Choose a sequence ratio if the reward is for the whole response (GSPO)."""
     kl: KlPenalty | None = None
     """Penalty for divergence from the reference; the graph must then write `reference_logprobs`.
     Set it if the policy exploits the reward."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    """[loss/nat] Coefficient of the entropy bonus, which costs one more pass over the logits if
-    above 0. Raise it if entropy collapses."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] | Literal["entropy_coefficient"] = 0.0
+    """[loss/nat] Coefficient of the entropy bonus, which costs one more pass over the logits unless it
+    is 0. "entropy_coefficient" reads it from this column, which an `AdaptiveEntropyWorker` writes.
+    Raise it if entropy collapses."""
     covariance: CovarianceRule | None = None
     """Treatment of the tokens that lower the entropy most: `ClipCov()` or `KlCov()`. Set it if entropy
     collapses and an entropy bonus does not help."""
@@ -86,6 +93,11 @@ class PolicyLoss(AggregatedLoss):
 
     @model_validator(mode="after")
     def _ratio_counts_once(self) -> PolicyLoss:
+        of_step = [repr(one) for one in self._corrections if isinstance(one, StepCorrection)]
+        if len(of_step) > 1:
+            raise ValueError(
+                f"only one correction may compare the tokens of a step, not {' and '.join(of_step)}"
+            )
         weighing = [repr(one) for one in self._corrections if one.weighs]
         if len(weighing) > 1:
             raise ValueError(
@@ -110,7 +122,9 @@ class PolicyLoss(AggregatedLoss):
         wanted = [str(ADVANTAGES), self.old or ("" if self._compares_with_trainer else generator)]
         wanted += [generator] if self._corrections else []
         wanted += [str(REFERENCE_LOGPROBS)] if self.kl else []
+        wanted += [self.entropy_coefficient] if isinstance(self.entropy_coefficient, str) else []
         wanted += [str(HIGH_COVARIANCE)] if self.covariance else []
+        wanted += [c for one in self._corrections for c in getattr(one, "reads", ())]
         return tuple(dict.fromkeys(filter(None, wanted)))
 
     @property
@@ -137,7 +151,7 @@ class PolicyLoss(AggregatedLoss):
 
     @property
     def needs_entropy(self) -> bool:
-        return self.entropy_coefficient > 0
+        return self.entropy_coefficient != 0
 
     def __call__(self, logprobs: Tensor, rows: PackedRows) -> tuple[Tensor, Metrics]:
         """Return the loss (a scalar) before the engine divides it by the count, and metrics
@@ -192,7 +206,10 @@ class PolicyLoss(AggregatedLoss):
         if self.needs_entropy or "entropy" in rows:
             watched["entropy"] = only(rows["entropy"])
         if self.needs_entropy:
-            losses = losses - self.entropy_coefficient * watched["entropy"]
+            coefficient: Any = self.entropy_coefficient
+            if isinstance(coefficient, str):
+                coefficient = rows.per_token(rows[coefficient])
+            losses = losses - coefficient * watched["entropy"]
         # Do not divide here: the engine divides by the counts of all ranks.
         loss_sum = (self.aggregation.weights(rows) * losses).sum()
         return loss_sum, observed(trained, watched, largest=largest, counts=counted)
@@ -217,14 +234,18 @@ class NegativeLogLikelihood(AggregatedLoss):
 # The old policy: the actor before its update, the denominator of a loss's ratios.
 
 
-def old_logprobs(samples: Any, *, actor: Policy, entropies: bool = False) -> Any:
+def old_logprobs(
+    samples: Any, *, actor: Policy, entropies: bool = False, collisions: bool = False
+) -> Any:
     """Add `old_logprobs`: the actor's log-probabilities before the update.
 
     For use in `@graph` functions; `grpo` and `ppo` call it if their loss needs it. It costs a
-    forward pass, which also computes the entropy of each token if `entropies` is set.
+    forward pass, which also computes the entropy of each token if `entropies` is set, and
+    `log_collisions` if `collisions` is set.
     """
-    # A user's own policy may not accept `entropies`.
-    more: dict[str, Any] = {"entropies": True} if entropies else {}
+    # A user's own policy may not accept these.
+    wanted = {"entropies": entropies, "collisions": collisions}
+    more: dict[str, Any] = {name: True for name, is_set in wanted.items() if is_set}
     return actor.logprobs(samples, into=str(OLD_LOGPROBS), **more)
 
 
@@ -233,7 +254,8 @@ def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> 
 
     It does if the loss requires the column, or if the loss may use it and the update takes several
     optimizer steps. Without the column, the loss compares with the current policy, which differs
-    from the old one after the first step.
+    from the old one after the first step. It also does if a correction of the loss compares these
+    log-probabilities, or the entropies computed with them, over all tokens of the step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio
@@ -241,5 +263,13 @@ def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> 
     >>> needs_old_logprobs(gspo), needs_old_logprobs(gspo, minibatches=4), needs_old_logprobs(PolicyLoss(), minibatches=4)
     (False, True, False)
     """
-    column = str(OLD_LOGPROBS)
+    column, rule = str(OLD_LOGPROBS), step_correction_of(loss)
+    if needs_entropies(loss) or (rule is not None and column in rule.compares):
+        return True
     return column in loss.reads or (column in loss.may_read and (epochs, minibatches) != (1, 1))
+
+
+def needs_entropies(loss: Loss) -> bool:
+    """Return whether a correction of the loss compares the column `entropies`."""
+    rule = step_correction_of(loss)
+    return rule is not None and str(ENTROPIES) in rule.compares

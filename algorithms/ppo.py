@@ -8,11 +8,12 @@ from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROB
 from ..dataflow.tracing import graph
 from .covariance import with_covariance
 from .loss import Loss
-from .policy_loss import PolicyLoss, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, Trainable
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling
-from .values import ValueLoss, critic_advantages
+from .step_corrections import with_step_weights
+from .values import LengthAdaptive, ValueLoss, critic_advantages
 
 
 class _Critic(Trainable, Protocol):
@@ -36,7 +37,8 @@ def ppo(
     sampling: Sampling = Sampling(),
     kl: float | Any = 0.0,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | LengthAdaptive = 0.95,
+    value_lam: float | None = None,
     whiten: bool = True,
     loss: Loss = PolicyLoss(),
     value_loss: Loss = ValueLoss(),
@@ -59,7 +61,8 @@ def ppo(
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     old = str(RESPONSE_LOGPROBS)
     if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
-        samples, old = old_logprobs(samples, actor=actor), str(OLD_LOGPROBS)
+        samples = old_logprobs(samples, actor=actor, entropies=needs_entropies(loss))
+        old = str(OLD_LOGPROBS)
     if isinstance(kl, float | int):
         # `token_rewards` requires a reference's column; `outcome_rewards` does not.
         samples = token_rewards(samples, coefficient=kl, old=old) if kl else outcome_rewards(samples)
@@ -67,7 +70,7 @@ def ppo(
         # Penalize with the current coefficient before these rows change it.
         samples = kl.update(kl.token_rewards(samples, old=old), old=old)
     samples = critic.values(samples)
-    samples = critic_advantages(samples, gamma=gamma, lam=lam, whiten=whiten)
-    samples = with_covariance(samples, loss=loss)
+    samples = critic_advantages(samples, gamma=gamma, lam=lam, value_lam=value_lam, whiten=whiten)
+    samples = with_step_weights(with_covariance(samples, loss=loss), loss=loss)
     samples = critic.update(samples, loss=value_loss, epochs=epochs, minibatches=minibatches)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)

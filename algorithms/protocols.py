@@ -56,9 +56,15 @@ class Policy(Trainable, Scorer, Protocol):
     """A trainable model that also computes log-probabilities (`workers/actor.py`)."""
 
     def logprobs(
-        self, batch: Any, *, into: str, of: str = "response_ids", entropies: bool = False
+        self,
+        batch: Any,
+        *,
+        into: str,
+        of: str = "response_ids",
+        entropies: bool = False,
+        collisions: bool = False,
     ) -> Any:
-        """Add the column `into` and, if `entropies` is set, the entropy of each token's
+        """Add the column `into` and, if they are set, the entropy and `log_collisions` of each token's
         distribution."""
         ...
 

@@ -4,6 +4,8 @@ Clipped(low=0.2, high=0.28)     PPO's clipped ratio, here with DAPO's bounds
 Clipped(dual=3.0)               dual clip
 Cispo(high=4.0)                 clips the weight, but keeps the gradient of every token
 Sapo()                          a soft gate instead of a clip
+Vespo()                         a soft weight by the ratio of the response
+Dppo()                          masks tokens whose probability moved too far
 PlainPolicyGradient()           no ratio: REINFORCE, GPG
 """
 
@@ -146,6 +148,71 @@ class Sapo(Config):
         # 4 / tau makes the slope at r = 1 equal to 1.
         gates = 4 / temperatures * torch.sigmoid(temperatures * (ratio - 1))
         return -gates * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+class Vespo(Config):
+    """VESPO: -sg(phi(w)) A log p, with phi(w) = w^k exp(lambda (1 - w)) (arXiv:2602.10693). w is the
+    ratio of the whole response: `PolicyLoss(ratio=sequence_product, surrogate=Vespo())`.
+
+    phi(1) = 1, and phi fades smoothly towards 0 for responses that have become much more or much less
+    likely, without a clip and without normalization by the length. `k` and `lambda` depend on the
+    sign of A.
+
+    >>> ratio = torch.tensor([1.0, 2.0, 0.5])
+    >>> losses, _ = Vespo()(ratio, torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([1.0, 1.0, -1.0]))
+    >>> losses.tolist()  # 4 e^-3 for w = 2, and e / 8 for w = 1 / 2
+    [1.0, 0.1991..., -0.3397...]
+    """
+
+    positive: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (2.0, 3.0)
+    """[exponent, rate] k and lambda for advantages of 0 or more. Raise lambda to make the weights fade
+    sooner when a response becomes more likely, and k when it becomes less likely."""
+    negative: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3.0, 2.0)
+    """[exponent, rate] k and lambda for negative advantages, as above."""
+
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        ratio, bad = ratio.detach(), advantages < 0
+        k, rate = (
+            torch.full_like(ratio, positive).masked_fill_(bad, negative)
+            for positive, negative in zip(self.positive, self.negative, strict=True)
+        )
+        # In log space, because w^k overflows where exp(-lambda w) is 0.
+        weight = (k * ratio.log() + rate * (1 - ratio)).exp()
+        return -weight * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+class Dppo(Config):
+    """DPPO with the binary total variation (arXiv:2602.04879): -r A, without a gradient for tokens
+    whose probability p has moved too far in the direction of their advantage: p - p_old > high for
+    A > 0, p_old - p > low for others. Plus `penalty` (log r)^2 for every token (arXiv:2602.02276),
+    also masked ones. With `penalty=1e-3`, this is the default loss of prime-rl.
+
+    A clip of the ratio stops unlikely tokens after tiny changes, and lets likely ones move far. Use
+    it with `token_ratio`, because p_old is p / r.
+
+    >>> old, new = torch.tensor([0.01, 0.5, 0.9]), torch.tensor([0.05, 0.75, 0.6])
+    >>> losses, masked = Dppo()(new / old, new.log(), torch.tensor([1.0, 1.0, -1.0]))
+    >>> losses.tolist(), masked.tolist()
+    ([-5.0..., 0.0, 0.0], [False, True, True])
+    """
+
+    low: float = Field(default=0.2, ge=0, le=1)
+    """[probability] Largest fall of a token with a negative advantage. Lower it if updates are too
+    large."""
+    high: float = Field(default=0.2, ge=0, le=1)
+    """[probability] Largest rise of a token with a positive advantage. Lower it if updates are too
+    large."""
+    penalty: float = Field(default=0.0, ge=0)
+    """[loss/nat^2] Coefficient of (log r)^2. Set it (1e-3 is common) if rows are stale, to pull every
+    token back to the old policy."""
+
+    def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        # Avoid log(0) for a token that the current policy has ruled out.
+        log_ratio = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).log()
+        moved = logprobs.detach().exp() - (logprobs - log_ratio).detach().exp()
+        masked = torch.where(advantages > 0, moved > self.high, -moved > self.low)
+        losses = torch.where(masked, 0.0, -ratio * advantages)
+        return losses + self.penalty * log_ratio.square(), masked
 
 
 class PlainPolicyGradient(Config):

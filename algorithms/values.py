@@ -7,6 +7,7 @@ tool results and padding), whose results are 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +34,35 @@ _PART = 2**18
 """Approximate number of tokens to process at once, so that they fit in the CPU's cache."""
 
 
+@dataclass(frozen=True)
+class LengthAdaptive:
+    """lam = 1 - 1 / (alpha l) for a row of l trained tokens, at least 0 (VAPO, arXiv:2504.05118).
+
+    The weights of the terms of an advantage, (1 - lam) lam^k, then reach as far as the row is long:
+    the sum of lam^k is alpha l. A fixed lam makes the reward of a long row vanish at its start.
+
+    >>> LengthAdaptive(alpha=0.05)(np.array([10, 40, 200])).tolist()
+    [0.0, 0.5, 0.9]
+    """
+
+    alpha: float = 0.05
+    """Share of a row that its advantages look ahead. Raise it for less bias, and more variance."""
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise UserError(f"LengthAdaptive.alpha must be above 0, not {self.alpha}")
+
+    def __call__(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.maximum(0.0, 1 - 1 / (self.alpha * np.maximum(lengths, 1)))
+
+
 def generalized_advantages(
-    token_rewards: Tensor, values: Tensor, rows: PackedRows, *, gamma: float = 1.0, lam: float = 0.95
+    token_rewards: Tensor,
+    values: Tensor,
+    rows: PackedRows,
+    *,
+    gamma: float = 1.0,
+    lam: float | LengthAdaptive = 0.95,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16). Returns the advantages and the
     returns, [T] float32 each.
@@ -48,13 +76,14 @@ def generalized_advantages(
         values: [T] the critic's prediction before each token; no gradient.
         gamma: discount per token, 0 to 1 (otherwise a UserError, as for `lam`).
         lam: 0 uses one step (least variance); 1 uses all future rewards (no bias from the critic).
+            `LengthAdaptive()` sets it for each row, by its length.
 
     >>> rows = PackedRows.of([3], response_mask=[1, 0, 1])  # the token in the middle is no step
     >>> generalized_advantages(torch.tensor([0.0, 9.0, 1.0]), torch.tensor([0.5, 9.0, 0.25]), rows, gamma=1.0, lam=0.5)
     (tensor([0.1250, 0.0000, 0.7500]), tensor([0.6250, 0.0000, 1.0000]))
     """
     for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
+        if not isinstance(value, LengthAdaptive) and not 0 <= value <= 1:
             raise UserError(f"generalized_advantages: {name} must be between 0 and 1, not {value}")
 
     def of_part(
@@ -63,12 +92,17 @@ def generalized_advantages(
         # The recursion of the returns has fewer terms: G_t = r_t + gamma (1 - lam) V_t+1 + gamma
         # lam G_t+1.
         steps_N = np.empty_like(values_N)
-        np.multiply(values_N[1:], np.float32(gamma * (1 - lam)), out=steps_N[:-1])
+        if isinstance(lam, LengthAdaptive):
+            lam_R = lam(np.diff(cu_seqlens))
+            rest = (gamma * (1 - lam_R)).astype(np.float32).repeat(np.diff(cu_seqlens))[:-1]
+        else:
+            lam_R, rest = lam, np.float32(gamma * (1 - lam))
+        np.multiply(values_N[1:], rest, out=steps_N[:-1])
         steps_N[cu_seqlens[1:][np.diff(cu_seqlens) > 0] - 1] = (
             0  # nothing follows the last token of a row
         )
         steps_N += rewards_N
-        returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam)
+        returns_N = _discounted_sums(steps_N, cu_seqlens, gamma * lam_R)
         return np.subtract(returns_N, values_N, out=steps_N), returns_N
 
     advantages, returns = _by_parts(of_part, rows, token_rewards, values, num_outputs=2)
@@ -164,11 +198,20 @@ class ValueLoss(AggregatedLoss):
 
 @node(reads=(TOKEN_REWARDS, VALUES), may_read=(RESPONSE_MASK,), writes=(ADVANTAGES, RETURNS))
 def critic_advantages(
-    samples: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True
+    samples: Batch,
+    *,
+    gamma: float = 1.0,
+    lam: float | LengthAdaptive = 0.95,
+    value_lam: float | None = None,
+    whiten: bool = True,
 ) -> Batch:
     """Compute PPO's advantages and returns with `generalized_advantages`.
 
     Args:
+        lam: for the advantages. `LengthAdaptive()` sets it for each row, by its length.
+        value_lam: for the returns, the critic's targets; None uses `lam`. VAPO (arXiv:2504.05118)
+            uses 1, so that the targets have no bias from the critic, and a `LengthAdaptive()`
+            `lam`.
         whiten: normalize the advantages of all trained tokens of one call to mean 0 and standard
             deviation 1. A call covers the whole step under `Synchronous`, or the ready rows under
             other schedules; if `functions` has several ranks, only a rank's own rows.
@@ -181,6 +224,10 @@ def critic_advantages(
     advantages, returns = generalized_advantages(
         rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=lam
     )
+    if value_lam is not None and value_lam != lam:
+        _, returns = generalized_advantages(
+            rows[TOKEN_REWARDS], rows[VALUES], rows, gamma=gamma, lam=value_lam
+        )
     advantages = whitened(advantages, rows) if whiten else advantages
     cu_seqlens = rows.cu_seqlens
     return samples.with_columns(advantages=(advantages, cu_seqlens), returns=(returns, cu_seqlens))
@@ -238,12 +285,19 @@ def _float32(column: Tensor) -> Floats:
     return column.detach().to(torch.float32).numpy()
 
 
-def _discounted_sums(values_N: Floats, cu_seqlens: NDArray[np.int64], c: float) -> Floats:
-    """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens.
+def _discounted_sums(
+    values_N: Floats, cu_seqlens: NDArray[np.int64], c: float | NDArray[np.float64]
+) -> Floats:
+    """Compute y_t = x_t + c y_t+1 within each row, without a loop over tokens. `c` is one number, or
+    one for each row.
 
     Rows are cut into blocks of `_BLOCK` tokens. The same recursion, with c^_BLOCK, gives the carry
     between blocks. Each block is then a product with a triangular matrix of powers of c.
     """
+    if not isinstance(c, float | int):
+        ends = zip(cu_seqlens, cu_seqlens[1:], c, strict=False)
+        parts = [_discounted_sums(values_N[a:b], np.array([0, b - a]), float(of)) for a, b, of in ends]
+        return np.concatenate(parts) if parts else values_N
     lengths = np.diff(cu_seqlens)
     num_blocks = -(-lengths // _BLOCK)
     filled = lengths > 0

@@ -168,12 +168,31 @@ HIGH_COVARIANCE = Column(
     "[L] 1 for tokens whose log-probability and advantage have a high covariance, otherwise 0",
     "the graph marks them: samples = with_covariance(samples, loss=loss) (weft.algorithms.covariance)",
 )
+TOKEN_WEIGHTS = Column(
+    "token_weights",
+    FLOATS,
+    "[L] weight of each token in the policy gradient, from a comparison of all tokens of the step; 0: no gradient",
+    "the graph computes it: samples = with_step_weights(samples, loss=loss) (weft.algorithms.step_corrections)",
+)
 ENTROPIES = Column(
     "entropies",
     FLOATS,
     "[L] nats, entropy of the actor's distribution of each token before the update",
     "the actor makes it with its log-probabilities: grpo(..., entropies=True), or in your own graph "
     "old_logprobs(samples, actor=actor, entropies=True) (weft.algorithms.policy_loss)",
+)
+ENTROPY_COEFFICIENT = Column(
+    "entropy_coefficient",
+    float32,
+    "loss per nat: coefficient of the entropy bonus",
+    "an AdaptiveEntropyWorker makes it: grpo(..., entropy=weft.group(weft.AdaptiveEntropyWorker, target=...))",
+)
+LOG_COLLISIONS = Column(
+    "log_collisions",
+    FLOATS,
+    "[L] nats, log sum_v p_v^2 of the actor's distribution of each token before the update: the log-probability that two samples "
+    "are the same token",
+    "the actor makes it with its log-probabilities: old_logprobs(samples, actor=actor, collisions=True) (weft.algorithms.policy_loss)",
 )
 REFERENCE_LOGPROBS = Column(
     "reference_logprobs",
@@ -241,9 +260,17 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
     RESPONSE_IDS: (
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, KEPT_COUNTS, KEPT_IDS, ROUTES, RESPONSE_MASK),
         *(TOKEN_REWARDS, VALUES, RETURNS),
-        *(ADVANTAGES, OLD_LOGPROBS, ENTROPIES, REFERENCE_LOGPROBS, TOKEN_SCORES, STEP_LABELS),
+        *(
+            ADVANTAGES,
+            OLD_LOGPROBS,
+            ENTROPIES,
+            LOG_COLLISIONS,
+            REFERENCE_LOGPROBS,
+            TOKEN_SCORES,
+            STEP_LABELS,
+        ),
         *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
-        *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE),
+        *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE, TOKEN_WEIGHTS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),

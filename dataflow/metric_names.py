@@ -232,6 +232,7 @@ GROUP/student_tail | probability | mass of the student outside the teacher's lik
   grows
 GROUP/kl | nats/token | divergence from the reference, by the loss's estimator; with an adaptive
     penalty: nats per response | grows slowly | grows while the reward falls
+GROUP/entropy_coefficient | per nat | coefficient of the adaptive entropy bonus
 GROUP/kl_coefficient | per nat | coefficient of the adaptive KL penalty
 GROUP/mean_logprob_gap | nats/token | mean absolute difference of a token's log-probabilities in
     generator and trainer under the same weights | below 0.01 (bfloat16), below 1e-5 (float32) |

@@ -209,7 +209,11 @@ class PipelineEngine:
         logprobs, _, ends = self._of_tokens(batch, entropy=False)
         return logprobs, ends
 
-    def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs_and_entropies(
+        self, batch: Batch, *, collisions: bool = False
+    ) -> tuple[np.ndarray, ...]:
+        if collisions:
+            raise RuntimeError("this engine computes no collisions; train with the default engine")
         return self._of_tokens(batch, entropy=True)
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

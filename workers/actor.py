@@ -16,6 +16,7 @@ from ..dataflow.column import (
     ENTROPIES,
     KEPT_COUNTS,
     KEPT_IDS,
+    LOG_COLLISIONS,
     OLD_LOGPROBS,
     PROMPT_IDS,
     REFERENCE_LOGPROBS,
@@ -119,11 +120,12 @@ class ActorWorker(TrainedWorker):
             _check_kept_sets(node)
             if node.arguments.get("adapter", True):
                 continue
-            if node.arguments.get("entropies"):
-                raise UserError(
-                    f"node {node.name!r}: entropies=True needs the trained policy; leave "
-                    "out adapter=False"
-                )
+            for name in ("entropies", "collisions"):
+                if node.arguments.get(name):
+                    raise UserError(
+                        f"node {node.name!r}: {name}=True needs the trained policy; leave "
+                        "out adapter=False"
+                    )
             if config.lora is None:
                 raise UserError(
                     f"node {node.name!r}: adapter=False, but the actor has no adapter; give "
@@ -134,7 +136,11 @@ class ActorWorker(TrainedWorker):
         dispatch=Dispatch.SPLIT_BY_DP,
         reads=lambda of: (PROMPT_IDS, of),
         may_read=lambda of: logprobs_may_read(of),
-        writes=lambda into, entropies: (into, *([str(ENTROPIES)] if entropies else [])),
+        writes=lambda into, entropies, collisions: (
+            into,
+            *([str(ENTROPIES)] if entropies else []),
+            *([str(LOG_COLLISIONS)] if collisions else []),
+        ),
     )
     def logprobs(
         self,
@@ -144,17 +150,21 @@ class ActorWorker(TrainedWorker):
         of: str = str(RESPONSE_IDS),
         adapter: bool = True,
         entropies: bool = False,
+        collisions: bool = False,
     ) -> Batch:
         """Compute the log-probability of each token in the column `of`, under the current weights,
         at the sampling temperature and over the kept sets of sampled responses.
 
         `adapter=False` runs the model without its adapter (`weft.adapter_off`). `entropies=True`
-        also writes the entropy of each token's distribution.
+        also writes the entropy of each token's distribution, and `collisions=True` the column
+        `log_collisions`.
         """
         rows = batch.with_columns(response_ids=batch[of])
-        if entropies:
-            logprobs, found, cu_seqlens = self.engine.logprobs_and_entropies(rows)
-            made = {into: (logprobs, cu_seqlens), str(ENTROPIES): (found, cu_seqlens)}
+        if entropies or collisions:
+            more: dict[str, bool] = {"collisions": True} if collisions else {}
+            *found, cu_seqlens = self.engine.logprobs_and_entropies(rows, **more)
+            names = [into, str(ENTROPIES) if entropies else None, str(LOG_COLLISIONS)]
+            made = {name: (own, cu_seqlens) for name, own in zip(names, found, strict=False) if name}
             return batch.with_columns(**made)
         return batch.with_columns(**{into: self.engine.logprobs(rows, adapter=adapter)})
 

@@ -29,6 +29,34 @@ from .worker import Context, Worker, remote
 _FILE = "coefficient.json"
 
 
+class CoefficientWorker(Worker):
+    """Base class of workers with a coefficient that changes, which checkpoints save. A subclass sets
+    the attribute `coefficient` to its settings."""
+
+    coefficient: Any
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str | Path) -> float:
+        """Write the coefficient to a new folder. Return 0: training does not wait."""
+        # All ranks have the same coefficient.
+        if self.context.rank == 0:
+            Path(path).mkdir(parents=True)
+            Disk().write_whole(
+                Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode()
+            )
+        return 0.0
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        return True
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str | Path) -> None:
+        stored = read_json(Path(path) / _FILE)
+        # Restore only the value, because a resumed run may change the other settings.
+        self.coefficient = self.config.model_copy(update={"value": float(stored["value"])})
+
+
 class AdaptiveKlConfig(AdaptiveCoefficient):
     """A KL penalty in the reward with an adaptive coefficient. The horizon counts responses."""
 
@@ -41,7 +69,7 @@ class AdaptiveKlConfig(AdaptiveCoefficient):
     }
 
 
-class AdaptiveKlWorker(Worker):
+class AdaptiveKlWorker(CoefficientWorker):
     """Adds a KL penalty to rewards. It is a worker so that checkpoints save the coefficient."""
 
     Config = AdaptiveKlConfig
@@ -82,24 +110,3 @@ class AdaptiveKlWorker(Worker):
         if number:
             self.coefficient = used.updated(total / number, number)
         return {"kl_coefficient": Mean(used.value), "kl": Mean(total, number)}
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str | Path) -> float:
-        """Write the coefficient to a new folder. Return 0: training does not wait."""
-        # All ranks have the same coefficient.
-        if self.context.rank == 0:
-            Path(path).mkdir(parents=True)
-            Disk().write_whole(
-                Path(path) / _FILE, json.dumps({"value": self.coefficient.value}).encode()
-            )
-        return 0.0
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def checkpoint_written(self, wait: bool = False) -> bool:
-        return True
-
-    @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str | Path) -> None:
-        stored = read_json(Path(path) / _FILE)
-        # Restore only the value, because a resumed run may change target and horizon.
-        self.coefficient = self.config.model_copy(update={"value": float(stored["value"])})

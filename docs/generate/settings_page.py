@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from weft.algorithms.aggregation import AggregatedLoss
 from weft.algorithms.corrections import (
+    DivergenceRejection,
     DriftRejection,
     RatioCorrection,
     Rejection,
@@ -45,7 +46,13 @@ from weft.algorithms.preference_loss import (
 )
 from weft.algorithms.reward_model import RewardLoss
 from weft.algorithms.sampling import Sampling
-from weft.algorithms.surrogates import Cispo, Clipped, GeometricRatio, Sapo
+from weft.algorithms.step_corrections import (
+    NormalizedImportance,
+    PolicyFiltration,
+    SecondMoment,
+    TopEntropy,
+)
+from weft.algorithms.surrogates import Cispo, Clipped, Dppo, GeometricRatio, Sapo, Vespo
 from weft.algorithms.values import ValueLoss
 from weft.controllers.driver import Driver
 from weft.controllers.recovery.checkpoints import CheckpointConfig
@@ -63,6 +70,7 @@ from weft.dataflow.config import Config
 from weft.dataflow.prompts.curriculum import Curriculum, Gate, Pool
 from weft.dataflow.prompts.formats import ReadSettings
 from weft.workers.actor import ActorConfig
+from weft.workers.adaptive_entropy import AdaptiveEntropyConfig
 from weft.workers.adaptive_kl import AdaptiveKlConfig
 from weft.workers.agents.harness import Command, Environment, Function, Harness, Verifiers
 from weft.workers.critic import CriticConfig
@@ -158,12 +166,19 @@ SECTIONS = (
                 Clipped,
                 Cispo,
                 Sapo,
+                Vespo,
+                Dppo,
                 GeometricRatio,
                 KlPenalty,
                 RatioCorrection,
                 TruncatedImportance,
                 Rejection,
                 DriftRejection,
+                DivergenceRejection,
+                TopEntropy,
+                SecondMoment,
+                NormalizedImportance,
+                PolicyFiltration,
                 CovarianceRule,
                 ClipCov,
                 KlCov,
@@ -174,6 +189,7 @@ SECTIONS = (
             *(
                 AdaptiveCoefficient,
                 AdaptiveKlConfig,
+                AdaptiveEntropyConfig,
                 PairLoss,
                 PreferenceLoss,
                 LikelihoodScore,

@@ -16,6 +16,7 @@ from weft.algorithms.advantages import (
     groups_without_signal,
     leave_one_out,
     length_weighted,
+    mean_normalized,
     valid_groups_centred,
 )
 from weft.dataflow.batch import Batch
@@ -30,6 +31,7 @@ ESTIMATORS = [
     length_weighted,
     valid_groups_centred,
     batch_normalized,
+    mean_normalized,
     best_of_group,
 ]
 WITHIN_A_GROUP = [e for e in ESTIMATORS if e not in (valid_groups_centred, batch_normalized)]
@@ -67,9 +69,36 @@ def reference(estimator: object, outcomes: Outcomes) -> np.ndarray:
                 length_weighted: r[i] - (lengths[rows] * r).sum() / lengths[rows].sum(),
                 valid_groups_centred: (r[i] - r.mean()) * len(rewards) / num_valid,
                 batch_normalized: (r[i] - r.mean()) / (rewards.astype(float).std(ddof=1) + 1e-6),
+                mean_normalized: (r[i] - r.mean()) / r.mean() if r.mean() > 0 else 0,
                 best_of_group: max(r) - max(others),
             }[estimator]
     return out
+
+
+def test_maxrl_weighs_rare_success_by_its_rarity():
+    rewards, groups = (
+        [1.0] + [0.0] * 9 + [1.0] * 9 + [0.0] + [-1.0, -1.0, 1.0],
+        [0] * 10 + [1] * 10 + [2] * 3,
+    )
+    found = mean_normalized(Outcomes.of(rewards, groups)).tolist()
+    assert found[:2] == pytest.approx([9.0, -1.0]) and found[10] == pytest.approx(1 / 9)
+    assert found[-3:] == [0, 0, 0], "a mean below 0 gives no signal"
+
+
+def test_rows_are_compared_within_a_part_of_their_group():
+    """Two problems of each proposer, with two solutions each: problems differ, not solutions."""
+    samples = Batch.of(
+        group_id=[1, 1, 1, 1, 2, 2, 2, 2],
+        parent_id=[5, 5, 6, 6, 5, 5, 8, 8],
+        reward=[1.0, 0.0, 0.25, 0.75, 2.0, 4.0, 1.0, 1.0],
+        response_ids=[[1]] * 8,
+    )
+    found = group_advantages(samples, estimator=group_centred, within="parent_id")
+    assert found["advantages"].to_pylist() == [
+        *([0.5], [-0.5], [-0.25], [0.25]),
+        *([-1.0], [1.0], [0.0], [0.0]),
+    ]
+    assert groups_without_signal(samples, within="parent_id") == {}
 
 
 def test_signal_of_shaping_is_the_share_of_groups_whose_outcomes_are_equal():
@@ -190,9 +219,10 @@ def test_order_of_rows_and_a_constant_on_all_rewards_do_not_matter(estimator):
     torch.testing.assert_close(
         estimator(Outcomes.of(rewards[order], groups[order], lengths[order])), plain[order]
     )
-    torch.testing.assert_close(
-        estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5
-    )
+    if estimator is not mean_normalized:  # divides by the mean
+        torch.testing.assert_close(
+            estimator(Outcomes.of(rewards + 5, groups, lengths)), plain, atol=1e-5, rtol=1e-5
+        )
     names = torch.randperm(8)  # random group ids
     torch.testing.assert_close(estimator(Outcomes.of(rewards, names[groups], lengths)), plain)
     weights = lengths if estimator is length_weighted else torch.ones(64)

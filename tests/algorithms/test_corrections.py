@@ -10,12 +10,14 @@ import torch
 from weft.algorithms.aggregation import fixed_length, sequence_mean, token_mean
 from weft.algorithms.corrections import (
     Correction,
+    DivergenceRejection,
     DriftRejection,
     Level,
     Rejection,
     TruncatedImportance,
     combined,
 )
+from weft.algorithms.kl import absolute, k2, k3
 from weft.algorithms.loss import PackedRows
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import Clipped, sequence_ratio, token_ratio
@@ -262,6 +264,47 @@ def test_rejection_by_hand_and_its_counts():
         found = numbers(metrics)
         assert found["masked_fraction"] == tokens / 4 and found["masked_tokens"] == tokens
         assert found["masked_rows"] == (1 if level == "token" else 2)
+
+
+def test_divergences_of_opposite_gaps_do_not_cancel():
+    log_ratio = torch.tensor([0.5, -0.5, 0.1, 0.0], dtype=torch.float64)
+    rows = PackedRows.of([2, 2])
+    over = {"token": [0, 0, 1, 1], "sum": [0, 0, 1, 1], "mean": [0, 0, 1, 1], "max": [0, 0, 1, 1]}
+    for extent, expected in over.items():
+        limit = {"sum": 0.24, "mean": 0.12}.get(extent, 0.12)
+        correction = DivergenceRejection(limit=limit, estimator=k2, over=extent)  # pyright: ignore
+        weights, truncated, masked = correction(log_ratio, rows)
+        assert weights.tolist() == expected and not truncated.any(), extent
+        assert isinstance(correction, Correction) and masked.tolist() == [not w for w in expected]
+    assert Rejection(keep=(0.9, 1.1), level="sequence")(log_ratio, rows)[0].tolist()[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("over", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("estimator", [k2, k3, absolute])
+def test_divergence_rejection_against_loops(over: Any, estimator: Any):
+    """The limit is between the estimates of two rows or tokens, so that some are kept."""
+    _logprobs, rows = random_rows(seed=3, spread=0.6)
+    values = {
+        k2: lambda d: d * d / 2,
+        k3: lambda d: math.exp(d) - 1 - d,  # of KL(generator || trainer)
+        absolute: abs,
+    }[estimator]
+    log_ratio = rows.only_trained(rows["old_logprobs"] - rows["response_logprobs"])
+    found: dict[int, float] = {}
+    for tokens in tokens_of_rows(rows):
+        own = [values(log_ratio[t].item()) for t in tokens]
+        whole = {"sum": sum(own), "mean": sum(own) / max(1, len(own)), "max": max(own, default=0.0)}
+        for t, each in zip(tokens, own, strict=True):
+            found[t] = whole.get(over, each)
+    ordered = sorted(set(found.values()))
+    limit = (ordered[0] + ordered[1]) / 2
+    weights, _, masked = DivergenceRejection(limit=limit, estimator=estimator, over=over)(
+        log_ratio, rows
+    )
+    assert {t: weights[t].item() for t in found} == {t: float(v <= limit) for t, v in found.items()}
+    assert 0 < sum(masked[t].item() for t in found) < len(found)
+    dirty = torch.where(log_ratio == log_ratio[next(iter(found))], torch.nan, log_ratio)
+    assert DivergenceRejection(limit=100.0, estimator=estimator, over=over)(dirty, rows)[2].any()
 
 
 # Against the formulas

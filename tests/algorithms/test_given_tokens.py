@@ -33,9 +33,11 @@ from weft.algorithms.rewards import outcome_rewards, token_rewards
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
+    Dppo,
     PlainPolicyGradient,
     Sapo,
     Unclipped,
+    Vespo,
     sequence_product,
     sequence_ratio,
     token_ratio,
@@ -54,6 +56,8 @@ SURROGATES = [
     Clipped(high=0.28, dual=3.0),
     Cispo(),
     Sapo(),
+    Vespo(),
+    Dppo(penalty=0.1),
     PlainPolicyGradient(),
     Unclipped(),
 ]

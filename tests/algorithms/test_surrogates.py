@@ -13,11 +13,13 @@ from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
+    Dppo,
     GeometricRatio,
     PlainPolicyGradient,
     Sapo,
     Surrogate,
     Unclipped,
+    Vespo,
     sequence_product,
     sequence_ratio,
     sequence_token_ratio,
@@ -25,7 +27,10 @@ from weft.algorithms.surrogates import (
 )
 from weft.dataflow.errors import UserError
 
-SURROGATES = [Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), PlainPolicyGradient()]
+SURROGATES = [
+    *(Clipped(), Clipped(high=0.28), Clipped(dual=3.0), Cispo(), Sapo(), PlainPolicyGradient()),
+    *(Vespo(), Dppo(), Dppo(low=0.1, penalty=0.01)),
+]
 
 
 def losses_and_gradients(surrogate: Surrogate, ratios: list[float], advantages: list[float]):
@@ -109,6 +114,59 @@ def test_gspo_by_token_is_gspo_with_equal_advantages():
         value, _ = loss(logprobs, rows)
         found.append((value.detach(), torch.autograd.grad(value, logprobs)[0]))
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_vespo_weighs_the_log_likelihood_by_the_ratio_of_the_response():
+    """Compare with the paper's kernel by row, in plain Python."""
+    torch.manual_seed(0)
+    lengths, mask = [3, 2, 4], [1, 0, 1, 1, 1, 1, 1, 1, 1]
+    old = torch.randn(9, dtype=torch.float64) - 2
+    logprobs = (old + 0.4 * torch.randn(9, dtype=torch.float64)).requires_grad_()
+    advantages = torch.tensor([1.5] * 3 + [-0.5] * 2 + [0.0] * 4, dtype=torch.float64)
+    columns = {"old_logprobs": old, "advantages": advantages, "response_mask": mask}
+    loss = PolicyLoss(old="old_logprobs", ratio=sequence_product, surrogate=Vespo(negative=(3.5, 1.5)))
+    total, metrics = loss(logprobs, PackedRows.of(lengths, **columns))
+    expected, start = torch.zeros((), dtype=torch.float64), 0
+    for length in lengths:
+        tokens = [t for t in range(start, start + length) if mask[t]]
+        w = math.exp(sum((logprobs[t] - old[t]).item() for t in tokens))
+        k, rate = (3.5, 1.5) if advantages[start] < 0 else (2.0, 3.0)
+        weight = w**k * math.exp(rate * (1 - w))
+        expected = expected - sum(weight * advantages[t] * logprobs[t] for t in tokens)
+        start += length
+    torch.testing.assert_close(total, expected)
+    [mine], [theirs] = (torch.autograd.grad(value, logprobs) for value in (total, expected))
+    torch.testing.assert_close(mine, theirs)
+    assert metrics["clip_fraction"].value == 0
+
+
+def test_the_weights_of_vespo_vanish_on_both_sides_without_overflow():
+    _, gradients, _ = losses_and_gradients(Vespo(), [1e-12, math.exp(20)], [1.0, -1.0])
+    assert gradients == pytest.approx([0.0, 0.0], abs=1e-20)
+
+
+def test_dppo_masks_by_the_difference_of_probabilities_by_hand():
+    old, new = [0.01, 0.5, 0.9, 0.9, 0.5], [0.2, 0.75, 0.6, 0.6, 0.75]
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    logprobs = torch.tensor(new, dtype=torch.float64).log().requires_grad_()
+    ratio = (logprobs - torch.tensor(old, dtype=torch.float64).log()).exp()
+    losses, masked = Dppo(low=0.25, high=0.2, penalty=0.1)(ratio, logprobs, advantages)
+    # Up by 0.19, and by 0.25; down by 0.3; and twice against the advantage.
+    assert masked.tolist() == [False, True, True, False, False]
+    logs = [math.log(q / p) for p, q in zip(old, new, strict=True)]
+    surrogate = [-20.0, 0.0, 0.0, -2 / 3, 1.5]
+    assert losses.tolist() == pytest.approx(
+        [s + 0.1 * d * d for s, d in zip(surrogate, logs, strict=True)]
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx(
+        [s + 0.2 * d for s, d in zip(surrogate, logs, strict=True)]
+    )
+
+
+def test_dppo_is_finite_for_a_token_that_the_policy_has_ruled_out():
+    losses, gradients, _ = losses_and_gradients(Dppo(), [0.0], [1.0])
+    assert losses == [0.0] and gradients == [0.0]
 
 
 def test_log_likelihood_ignores_the_ratio():

@@ -1,6 +1,8 @@
 """Values: numbers by hand, a plain float64 recursion, and invariance under padding, masks and
 packing."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from weft.algorithms.aggregation import sequence_mean
 from weft.algorithms.loss import Loss, PackedRows
 from weft.algorithms.values import (
+    LengthAdaptive,
     ValueLoss,
     critic_advantages,
     discounted_returns,
@@ -80,6 +83,43 @@ def test_generalized_advantages_against_the_recursion(
         np.testing.assert_allclose(
             each.numpy(), expected, atol=1e-5 * max(1, np.abs(expected).max(initial=0))
         )
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 0, 5, 60], [0], [], [31, 32, 33, 2000]])
+@pytest.mark.parametrize("mask", [None, 0.7, 0.0])
+def test_a_length_adaptive_lam_is_that_of_each_row(lengths: list[int], mask: float | None):
+    rewards, values, rows = random_rows(lengths, mask=mask)
+    mine = generalized_advantages(rewards, values, rows, gamma=0.99, lam=LengthAdaptive(alpha=0.2))
+    expected = [np.zeros(sum(lengths)) for _ in range(2)]
+    ends = rows.cu_seqlens.tolist()
+    for a, b in itertools.pairwise(ends):
+        columns = {"response_mask": rows["response_mask"][a:b]} if mask is not None else {}
+        own = PackedRows.of([b - a], **columns)
+        trained = float(own.trained.sum())
+        lam = max(0.0, 1 - 1 / (0.2 * trained)) if trained else 0.0
+        of_row = reference(rewards[a:b], values[a:b], own, 0.99, lam)
+        for out, each in zip(expected, of_row, strict=True):
+            out[a:b] = each
+    for each, wanted in zip(mine, expected, strict=True):
+        np.testing.assert_allclose(
+            each.numpy(), wanted, atol=1e-5 * max(1, np.abs(wanted).max(initial=0))
+        )
+
+
+def test_the_critic_may_have_a_lam_of_its_own():
+    """VAPO: targets without bias, advantages that adapt to the length."""
+    columns = {"token_rewards": [[0.0, 0.0, 1.0], [2.0]], "values": [[0.5, 0.25, 0.5], [1.0]]}
+    samples = Batch.of(response_ids=[[5, 6, 7], [8]], **columns)
+    adaptive = LengthAdaptive(alpha=2 / 3)  # 1 - 1 / 2 for three tokens, and 0 for one
+    found = critic_advantages(samples, lam=adaptive, value_lam=1.0, whiten=False)
+    assert found["returns"].to_pylist() == [[1.0, 1.0, 1.0], [2.0]]
+    assert found["advantages"].to_pylist()[1] == [1.0]
+    # deltas: 0.25 - 0.5, 0.5 - 0.25 and 1 - 0.5
+    assert found["advantages"].to_pylist()[0] == pytest.approx([-0.25 + 0.5 * 0.5, 0.25 + 0.25, 0.5])
+    same = critic_advantages(samples, lam=0.5, value_lam=0.5, whiten=False)
+    assert same == critic_advantages(samples, lam=0.5, whiten=False)
+    with pytest.raises(UserError, match="alpha must be above 0, not 0"):
+        LengthAdaptive(alpha=0)
 
 
 @pytest.mark.parametrize("mask", [None, 0.7])

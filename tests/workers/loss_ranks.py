@@ -13,7 +13,12 @@ from spmd import one_step, take_over
 
 from weft.algorithms import preference_loss as preference
 from weft.algorithms.aggregation import episode_mean, fixed_length, sequence_mean
-from weft.algorithms.corrections import DriftRejection, Rejection, TruncatedImportance
+from weft.algorithms.corrections import (
+    DivergenceRejection,
+    DriftRejection,
+    Rejection,
+    TruncatedImportance,
+)
 from weft.algorithms.covariance import ClipCov, KlCov
 from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.kl import KlPenalty, StraightThrough, k2, k3
@@ -21,13 +26,16 @@ from weft.algorithms.loss import Loss
 from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference_loss import DesirabilityLoss, PreferenceLoss
 from weft.algorithms.reward_model import RewardLoss, StepLoss
+from weft.algorithms.step_corrections import SecondMoment
 from weft.algorithms.surrogates import (
     Cispo,
     Clipped,
+    Dppo,
     GeometricRatio,
     PlainPolicyGradient,
     Sapo,
     Unclipped,
+    Vespo,
     sequence_product,
     sequence_ratio,
     sequence_token_ratio,
@@ -100,6 +108,14 @@ LOSSES: dict[str, Case] = {
     "clip-cov": Case(PolicyLoss(covariance=ClipCov())),
     "kl-cov": Case(PolicyLoss(covariance=KlCov(coefficient=0.3), surrogate=Unclipped())),
     "drift": Case(PolicyLoss(correction=DriftRejection(limit=0.05))),
+    "vespo": Case(PolicyLoss(ratio=sequence_product, surrogate=Vespo()), tolerance=3e-6),
+    "dppo": Case(PolicyLoss(surrogate=Dppo(low=0.01, high=0.01, penalty=1e-3))),
+    "divergence, weights of the step": Case(
+        PolicyLoss(
+            surrogate=Unclipped(),
+            correction=(DivergenceRejection(limit=0.3, over="max"), SecondMoment()),
+        )
+    ),
     "supervised": Case(NegativeLogLikelihood()),
     "supervised by sequence": Case(NegativeLogLikelihood(aggregation=sequence_mean)),
     "dpo": Case(PreferenceLoss()),

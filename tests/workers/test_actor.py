@@ -107,15 +107,20 @@ def test_entropies_come_with_log_probabilities_and_are_those_of_the_distribution
 ):
     rows = rows.with_columns(temperature=np.full(len(rows), 0.7, np.float32))
     worker = actor(tiny_model, microbatch_tokens=60)
-    scored = worker.logprobs(rows, entropies=True)
+    scored = worker.logprobs(rows, entropies=True, collisions=True)
     assert scored["old_logprobs"] == worker.logprobs(rows)["old_logprobs"]
+    alone = worker.logprobs(rows, collisions=True)
+    assert alone["log_collisions"] == scored["log_collisions"] and "entropies" not in alone
     model = AutoModelForCausalLM.from_pretrained(tiny_model).double()
-    for row, entropies in zip(rows.to_rows(), scored["entropies"].to_pylist(), strict=True):
+    columns = (scored[name].to_pylist() for name in ("entropies", "log_collisions"))
+    for row, entropies, collisions in zip(rows.to_rows(), *columns, strict=True):
         ids, length = [*row["prompt_ids"], *row["response_ids"]], len(row["response_ids"])
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, len(ids) - length - 1 : -1] / 0.7
-        plain = torch.distributions.Categorical(logits=logits).entropy()
-        assert entropies == pytest.approx(plain.tolist(), abs=1e-4)
+        plain = torch.distributions.Categorical(logits=logits)
+        assert entropies == pytest.approx(plain.entropy().tolist(), abs=1e-4)
+        same = (2 * plain.logits).logsumexp(-1)  # the log-probability that two samples are equal
+        assert collisions == pytest.approx(same.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("general", [False, True], ids=["linear head", "any head"])

@@ -87,6 +87,7 @@ def make_pairs(rows: Batch) -> Batch:
         response_logprobs=(-4.5 + 0.3 * rng.normal(size=number).astype(np.float32), cu_seqlens),
         step_labels=(labels, cu_seqlens),
         high_covariance=(marked, cu_seqlens),
+        token_weights=((1 - marked).astype(np.float32), cu_seqlens),
         teacher_ids=(np.argsort(rng.random((number, 97)))[:, :3].ravel(), cu_seqlens * 3),
         teacher_logprobs=(np.log(shares).ravel(), cu_seqlens * 3),
         **{name: (column, cu_seqlens) for name, column in drawn.items()},

@@ -258,9 +258,12 @@ class TrainingEngine(Protocol):
         its adapter."""
         ...
 
-    def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs_and_entropies(
+        self, batch: Batch, *, collisions: bool = False
+    ) -> tuple[np.ndarray, ...]:
         """Like `logprobs`, but also return each token's entropy:
-        `(values [T], entropies [T] nats, cu_seqlens)`."""
+        `(values [T], entropies [T] nats, cu_seqlens)`. With `collisions`, also log sum_v p_v^2:
+        `(values, entropies, log-collisions [T] nats, cu_seqlens)`."""
         ...
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

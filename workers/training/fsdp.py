@@ -153,9 +153,11 @@ class FsdpEngine:
         (values,), cu_seqlens = self._of_tokens(batch, "log-probabilities", adapter=adapter)
         return values, cu_seqlens
 
-    def logprobs_and_entropies(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        (values, entropies), cu_seqlens = self._of_tokens(batch, "entropies", entropies=True)
-        return values, entropies, cu_seqlens
+    def logprobs_and_entropies(
+        self, batch: Batch, *, collisions: bool = False
+    ) -> tuple[np.ndarray, ...]:
+        found, cu_seqlens = self._of_tokens(batch, "entropies", entropies=True, collisions=collisions)
+        return (*found, cu_seqlens)
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         (values,), cu_seqlens = self._of_tokens(batch, "values")
@@ -163,14 +165,21 @@ class FsdpEngine:
 
     @in_phase("a forward pass", runs_model=True)
     def _of_tokens(
-        self, batch: Batch, what: str, *, adapter: bool = True, entropies: bool = False
+        self,
+        batch: Batch,
+        what: str,
+        *,
+        adapter: bool = True,
+        entropies: bool = False,
+        collisions: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the head's outputs, then entropies, as [1 or 2, T] float32; and cu_seqlens."""
+        """Return the head's outputs, then entropies, then collisions, as [1 to 3, T] float32; and
+        cu_seqlens."""
         if (what == "values") == (self.head == "logprobs"):
             raise RuntimeError(f"this engine was made with head={self.head!r}; it computes no {what}")
         rows = self._rows(batch, ())
         cu_seqlens = rows.response[1]
-        out = np.zeros((1 + entropies, int(cu_seqlens[-1])), dtype=np.float32)
+        out = np.zeros((1 + entropies + collisions, int(cu_seqlens[-1])), dtype=np.float32)
         plan, _ = self._plan(rows)
         with (
             torch.no_grad(),
@@ -178,7 +187,8 @@ class FsdpEngine:
             nullcontext() if adapter else self._sharded.adapter_off(),
         ):
             for part in plan:
-                logprobs, computed = self._forward(rows, part, entropy=entropies)
+                wanted = {"entropy": entropies, "collisions": collisions}
+                logprobs, computed = self._forward(rows, part, **wanted)
                 for of_tokens, found in zip(out, (logprobs, *computed.values()), strict=False):
                     if len(part):
                         of_tokens[tokens_of(cu_seqlens, part)] = found.cpu().numpy()
