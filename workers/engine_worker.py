@@ -135,6 +135,12 @@ class TrainedConfig(ModelConfig, TrainingConfig):
 
     @model_validator(mode="after")
     def _check_moments(self) -> TrainedConfig:
+        if self.optimizer == "muon" and (self.moments == "8bit" or self.offload != "nothing"):
+            other = 'moments="8bit"' if self.moments == "8bit" else f'offload="{self.offload}"'
+            raise ValueError(
+                f'optimizer="muon" cannot be combined with {other}: Muon updates whole float32 matrices '
+                "on the device; leave one of them out"
+            )
         if self.moments == "8bit" and self.offload != "nothing":
             raise ValueError(
                 f'moments="8bit" cannot be combined with offload="{self.offload}": 8-bit '

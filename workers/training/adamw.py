@@ -1,8 +1,10 @@
-"""AdamW with its moments in float32 on the device, in float32 in host memory, or in 8 bits."""
+"""AdamW with its moments in float32 on the device, in float32 in host memory, or in 8 bits; and
+Muon."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +17,7 @@ from ...dataflow.errors import UserError
 from .engine import ModelConfig
 from .memory import MISSING_TORCHAO, MOMENTS_BYTES, moment_block
 from .optimizer import OptimizerConfig
-from .sharding import local_part, lying_as
+from .sharding import box_of, full_tensor, local_part, lying_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -288,11 +290,102 @@ def _lying_along(parameter: Tensor, shape: Iterable[int], shorter: int, dtype: t
     return laid
 
 
+# Muon (https://kellerjordan.github.io/posts/muon/): the momentum of a matrix is replaced by a matrix
+# with the same singular vectors and with singular values near 1. A Newton-Schulz iteration computes
+# it, from the whole matrix. So each rank gathers the matrix, computes all of it, and updates its own
+# part: any number of ranks makes the same update bit for bit, if their gradients are equal.
+
+
+MOMENTUM = "momentum"
+"""Name of Muon's momentum in the state."""
+_MUON_DECAY = 0.95
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X. Five steps bring singular values between about
+0.01 and 1 to between about 0.7 and 1.2."""
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return the matrix U f(S) V^T in bfloat16, for a matrix U S V^T, where f(S) is near 1. A matrix of
+    zeros stays zero."""
+    a, b, c = _NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if tall else x  # so that the products are the smaller ones
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class _Muon(Moments):
+    """Muon for the given matrices, AdamW for all other parameters. Updates have the root mean square
+    of AdamW's: 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (arXiv:2502.16982)."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], matrices: Iterable[nn.Parameter], **settings: Any
+    ) -> None:
+        self._matrices = {id(matrix) for matrix in matrices}
+        super().__init__(groups, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        groups = self.param_groups
+        rest = [{**g, "params": [p for p in g["params"] if id(p) not in self._matrices]} for g in groups]
+        try:
+            self.param_groups = rest
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._matrices and parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def first_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        if id(parameter) not in self._matrices:
+            return super().first_moments(parameter)
+        return {MOMENTUM: torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state_of(parameter)
+        state["step"] += 1
+        gradient, momentum = local_part(parameter.grad), local_part(state[MOMENTUM])  # pyright: ignore
+        momentum.lerp_(gradient, 1 - _MUON_DECAY)
+        own = gradient.lerp(momentum, _MUON_DECAY)  # Nesterov's
+        whole = orthogonalized(full_tensor(lying_as(parameter, own)))
+        box, size = box_of(parameter), 0.2 * math.sqrt(max(parameter.shape))
+        update = whole[tuple(map(slice, box.starts, box.stops))]
+        weight, rate = local_part(parameter.detach()), group["lr"]
+        weight.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate * size)
+
+
+def has_momentum(state: Iterable[str]) -> bool:
+    return any(name.endswith(f".{MOMENTUM}") for name in state)
+
+
+def _checked_matrices(matrices: Sequence[tuple[str, nn.Parameter]], model: ModelConfig) -> None:
+    said = f'optimizer="muon": model {str(model.model)!r}'
+    if not matrices:
+        raise UserError(f'{said} has no layers with a usual name; set optimizer="adamw"')
+    for name, matrix in matrices:
+        if matrix.ndim != 2:
+            raise UserError(
+                f"{said} has {name!r} of shape {list(matrix.shape)}, but Muon is defined for matrices; "
+                'set optimizer="adamw"'
+            )
+
+
 def make_optimizer(
-    model: ModelConfig, config: OptimizerConfig, parameters: Iterable[nn.Parameter], device: torch.device
+    model: ModelConfig,
+    config: OptimizerConfig,
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    layers: Sequence[nn.Module] = (),
 ) -> Moments:
     """Create the optimizer of all parameters that require a gradient. Weight decay applies only to
-    matrices. Raises UserError if moments="8bit" and torchao is not installed."""
+    matrices. Muon updates the matrices of `layers`. Raises UserError if moments="8bit" and torchao is
+    not installed, or if Muon is not defined for the layers."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -304,6 +397,11 @@ def make_optimizer(
         for (is_matrix, _), of_kind in groups.items()
     ]
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
+    if config.optimizer == "muon":
+        named = [pair for layer in layers for pair in layer.named_parameters() if pair[1].requires_grad]
+        matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
+        _checked_matrices(matrices, model)
+        return _Muon(kinds, [matrix for _, matrix in matrices], **settings)
     if model.offload == "moments":
         return _HostMoments(kinds, device, **settings)
     if config.moments == "8bit":

@@ -36,7 +36,7 @@ from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
 from ..models.node_folder import node_folder
 from ..worker import Context, rank_device
-from .adamw import in_8_bits, make_optimizer
+from .adamw import has_momentum, in_8_bits, make_optimizer
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
@@ -135,7 +135,8 @@ class FsdpEngine:
         self._copies = HostCopies(self.device)
         self.optimizer = self._average = self._snapshots = None
         if training is not None:
-            self.optimizer = make_optimizer(config, training, self.model.parameters(), self.device)
+            everything = self.model.parameters()
+            self.optimizer = make_optimizer(config, training, everything, self.device, self.model.layers)
         if (mix := getattr(config, "mix", None)) is not None:
             self._average = MovingAverage(self._sharded.own_tensors(), mix)
         if training is not None or mix is not None:
@@ -476,6 +477,12 @@ class FsdpEngine:
             kept, now = ("8bit", "float32") if in_8_bits(stored.shapes) else ("float32", "8bit")
             raise UserError(
                 f"snapshot {folder} has moments={kept!r}, but moments={now!r} is set; "
+                "keep the snapshot's setting"
+            )
+        if self.optimizer is not None and has_momentum(stored.shapes) != has_momentum(state):
+            kept, now = ("muon", "adamw") if has_momentum(stored.shapes) else ("adamw", "muon")
+            raise UserError(
+                f"snapshot {folder} has optimizer={kept!r}, but optimizer={now!r} is set; "
                 "keep the snapshot's setting"
             )
         stored.check(state)

@@ -173,7 +173,7 @@ def training_memory(
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
     adapter = number_in(shapes) if lora is not None else 0
     trained = number_in(shapes) if trains else 0
-    moments = _moments(shapes, config) if trains else 0
+    moments = _moments(shapes, config, size.vocabulary) if trains else 0
     frozen = width if lora is not None or not trains else FLOAT32
     untrained = whole * width if lora is not None or not trains else 0
     by_node = {"ranks": ranks, "nodes": nodes, "gpu_bytes": gpu_bytes}
@@ -267,10 +267,11 @@ def settings_that_save_memory(
         again = training.activation_checkpointing
         found += ['activation_checkpointing="elementwise"'] * (again is False)
         found += ["activation_checkpointing=True"] * (again in (False, "elementwise") or again > 1)
-    if config.offload != "everything":
+    muon = training is not None and training.optimizer == "muon"
+    if config.offload != "everything" and not muon:
         found.append('offload="everything"')
     if training is not None and training.lora is None:
-        if config.offload == "nothing" and training.moments != "8bit":
+        if config.offload == "nothing" and training.moments != "8bit" and not muon:
             found.insert(-1, 'offload="moments"')
         found.append("lora=weft.Lora()")
     return [*found, "more ranks"]
@@ -292,7 +293,11 @@ def number_in(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig) -> int:
+def _moments(shapes: Sequence[tuple[int, ...]], config: ModelConfig, vocabulary: int) -> int:
+    if isinstance(config, OptimizerConfig) and config.optimizer == "muon":
+        # One momentum for the matrices of layers.
+        single = [shape for shape in shapes if len(shape) == 2 and vocabulary not in shape]
+        return FLOAT32 * (2 * number_in(shapes) - number_in(single))
     if not isinstance(config, OptimizerConfig) or config.moments == "float32":
         return 2 * FLOAT32 * number_in(shapes)
     blocks = [(math.prod(shape), moment_block(shape, shape[-1])) for shape in shapes if shape]
@@ -349,5 +354,5 @@ def folder_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int
 def checkpoint_bytes(size: ModelSize, config: ModelConfig, lora: Lora | None) -> int:
     """Return a checkpoint's size: parameters, moments, and the model's folder."""
     shapes = size.adapter(lora) if lora is not None else list(size.shapes.values())
-    state = number_in(shapes) * FLOAT32 + _moments(shapes, config)
+    state = number_in(shapes) * FLOAT32 + _moments(shapes, config, size.vocabulary)
     return state + folder_bytes(size, config, lora)

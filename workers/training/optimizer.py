@@ -1,4 +1,5 @@
-"""Settings of the optimizer, and the learning rate of each step. `adamw.py` implements AdamW."""
+"""Settings of the optimizer, and the learning rate of each step. `adamw.py` implements AdamW and
+Muon."""
 
 from __future__ import annotations
 
@@ -15,8 +16,15 @@ FINAL_RATIO = 0.1
 
 
 class OptimizerConfig(Config):
-    """AdamW (arXiv:1711.05101), its learning-rate schedule, gradient clipping, and bad steps."""
+    """AdamW (arXiv:1711.05101) or Muon, the learning-rate schedule, gradient clipping, and bad steps."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Update rule. "muon" (https://kellerjordan.github.io/posts/muon/) makes the singular values of
+    each layer's matrices of updates nearly equal; embeddings, head, norms and biases still use AdamW.
+    Updates are scaled to the size of AdamW's (arXiv:2502.16982), so the same learning rate suits both.
+    It needs half the memory for the moments of these matrices, and more time: each rank gathers every
+    matrix. It cannot be combined with `offload` or `moments="8bit"`, and refuses stacked experts. Try
+    it for supervised training and long runs."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """[rate] Peak learning rate. Raise it if the reward does not improve (adapters need about ten
     times the rate of full training); lower it if the reward collapses."""

@@ -21,6 +21,7 @@ from weft.workers.training.memory import checkpoint_bytes, model_size, training_
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "muon": {"optimizer": "muon"},
     "lora": {"lora": Lora(rank=4)},
     "dora on some layers": {
         "lora": Lora(rank=4, dora=True, targets=("q_proj", "mlp.down_proj")),
