@@ -322,6 +322,12 @@ class WorkerGroup:
         worker = self.handle.worker_class
         return issubclass(worker, Worker) and worker.shares_prompts(self.handle.config)
 
+    def shares_prompts_of(self, node: Node) -> bool:
+        """Whether the rows of a node's groups have one prompt each, and ranks compute it once."""
+        # All rows that descend from a source row have its prompt.
+        have_one = node.level != SOURCE and node.writers.get(str(PROMPT_IDS)) == ""
+        return have_one and self._shares_prompts
+
     @property
     def busy(self) -> bool:
         return len(self.calls) > 0
@@ -470,8 +476,7 @@ class WorkerGroup:
             costs = self._row_cost(tokens)
             if lease.forecast is not None and not lease.forecast.is_empty:
                 costs = lease.forecast.tokens[part]
-            # All rows that descend from a source row have its prompt.
-            if node.level != SOURCE and node.writers.get(str(PROMPT_IDS)) == "" and self._shares_prompts:
+            if self.shares_prompts_of(node):
                 prompt_costs = self._row_cost(np.minimum(lease.source_tokens[part], tokens))
         return RowSizes(tokens, lease.group_ids[part], node.operation.whole_groups, costs, prompt_costs)
 

@@ -65,6 +65,14 @@ tokens_per_s* | tokens/s | prompt and response tokens trained on per second | as
 GROUP/idle_share* | 0 to 1 | share of the step in which the group ran no call; groups that take
     turns on shared devices add up to more than 1 | near 0 for the most expensive group | near 1 for
     devices that no other group uses
+GROUP/tokens_per_s_per_device* | tokens/s | tokens of the group's calls per second of these calls and
+    per GPU (or rank without a GPU): for generation the new tokens, otherwise prompts and responses;
+    only of groups with a model | as high as the hardware allows | falls while lengths are steady
+GROUP/flops_utilisation* | 0 to 1 | model FLOPs utilisation (MFU): operations that the group's calls
+    need, divided by the peak of its GPUs during these calls. Counts a shared prompt once, and
+    nothing that is recomputed. Missing on CPUs and [unknown GPUs](planning.md#devices) | updates:
+    0.3 to 0.5; generation: a few hundredths | updates below 0.2: microbatches are too small, or
+    ranks wait for each other
 checkpoint_pause_s* | s | longest time that the latest checkpoint blocked a group | less than a step
     | several steps
 GROUP/weights_transfer_s* | s | longest time in which a follower group received a version of the

@@ -6,6 +6,7 @@ import ctypes
 import re
 from pathlib import Path
 
+from ..dataflow.cgroups import text_of
 from ..dataflow.lazy import torch
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -42,6 +43,15 @@ def driver_version(root: Path = Path("/")) -> str:
     # The first line names the kernel module, and has no other number with a dot.
     found = re.search(r"^NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", text, re.MULTILINE)
     return found[1] if found else ""
+
+
+def gpu_model(root: Path = Path("/")) -> str:
+    """Return the name of this machine's first GPU, such as "NVIDIA H100 80GB HBM3", or "" without one.
+    Asks no library, because CUDA's state would not survive a fork."""
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        if found := re.search(r"^Model:\s*(.+?)\s*$", text_of(file), re.MULTILINE):
+            return found[1]
+    return ""
 
 
 def cuda_of_driver(library: str = "libcuda.so.1") -> str:

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..dataflow.errors import UserError
-from .models.model_folder import head_dim, num_heads, read_model_config, text_settings
+from .models.model_folder import read_model_config
+from .models.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -399,20 +399,10 @@ def row_cost_of(model: str | Path) -> RowCost:
     """Return a model's row cost, from the numbers of multiplications that its settings imply. If
     settings are missing, each token costs 1. Attention with a sliding window counts as free."""
     try:
-        settings = text_settings(read_model_config(model))
-    except UserError:
+        sizes = Transformer.of(read_model_config(model))
+    except ValueError:
         return RowCost()
-    names = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")
-    if any(not isinstance(settings.get(name), int) for name in names):
-        return RowCost()
-    hidden, layers, vocabulary, inner = (int(settings[name]) for name in names)
-    heads, of_head = num_heads(settings) or 0, head_dim(settings) or 0
-    queries, keys = heads * of_head, int(settings.get("num_key_value_heads") or heads) * of_head
-    if chosen := settings.get("num_experts_per_tok"):  # a mixture of experts computes only these
-        inner = int(chosen) * int(settings.get("moe_intermediate_size") or inner)
-    # Projections of queries, keys, values and outputs; three matrices of the MLP; the head.
-    linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * inner) + hidden * vocabulary
-    kinds = settings.get("layer_types") or ["full_attention"] * layers
-    full = sum(kind == "full_attention" for kind in kinds)
-    # Scores and weighted values each take L / 2 * queries multiplications per token and layer.
-    return RowCost(linear / (full * queries)) if full and queries else RowCost()
+    linear = sizes.products + sizes.head_products
+    full = sum(layer.window is None for layer in sizes.layers)
+    # Scores and weighted values each take L / 2 multiplications per token and element of a query.
+    return RowCost(linear / (full * sizes.heads * sizes.head_dim)) if full else RowCost()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .engine_worker import EngineWorker
 from .models.model_folder import SCALAR_HEAD, check_scalar_head, read_model_config
 from .models.weight_files import find_tensor
 from .reward import of_column, reward_metrics, row_weights
-from .training.engine import ModelConfig
+from .training.engine import Head, ModelConfig
 from .worker import Context, remote
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class RewardModelConfig(ModelConfig):
     """The reward model: a folder with a scalar head, such as `CriticWorker(head="rewards")` saves.
     It must use the policy's tokenizer."""
 
+    head: ClassVar[Head] = "rewards"
+
 
 class RewardModelWorker(EngineWorker):
     """Scores responses with a model. Each rank has the complete model, so that a dead rank can be
@@ -38,7 +40,7 @@ class RewardModelWorker(EngineWorker):
     replaceable = True
 
     def __init__(self, config: RewardModelConfig, context: Context = Context()) -> None:
-        super().__init__(config, context, head="rewards", alone=True)
+        super().__init__(config, context, head=config.head, alone=True)
 
     @classmethod
     def check(cls, config: RewardModelConfig, nodes: Sequence[Node], source: Source) -> None:

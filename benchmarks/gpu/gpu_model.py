@@ -19,8 +19,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from workloads import Workload, make_tokenizer, prompts_of
 
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12}
-"""[FLOP/s] Dense peak in bfloat16, by a part of the GPU's name. Unlisted devices are measured."""
+from weft.controllers.planner.devices import device_named
+from weft.workers.models.transformer import Transformer
+
 SHARD_BYTES = 2 << 30
 
 
@@ -60,29 +61,17 @@ class Architecture:
             "eos_token_id": 1,
         }
 
-    @property
-    def products(self) -> int:
-        """Multiplications per token, without those between queries, keys and values."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + (
-            self.hidden * self.vocabulary
-        )
-
     def training_flops(self, work: Workload, *, adapter: bool) -> float:
         """Return the floating-point operations that an update needs, with each prompt computed once
-        and nothing recomputed. An adapter needs no gradients of the model's weights.
-
-        >>> one = Architecture("Qwen3", 2, 1, 1, 1, 1, 1, 5, tied=True)
-        >>> one.products
-        24
-        """
-        prompt, response, samples = work.prompt_tokens, work.max_tokens, work.num_samples
-        tokens = work.num_prompts * (prompt + samples * response)
-        # A token attends to all tokens before it.
-        pairs = work.num_prompts * (prompt**2 / 2 + samples * (prompt * response + response**2 / 2))
-        passes = 2 if adapter else 3
-        attention = self.layers * self.heads * self.head_dim * pairs
-        return 2 * passes * tokens * self.products + 12 * attention
+        and nothing recomputed."""
+        model, prompt, response = Transformer.of(self.settings), work.prompt_tokens, work.max_tokens
+        prompts = model.training_flops([prompt] * work.num_prompts, adapter=adapter)
+        about: dict[str, Any] = {
+            "after": prompt,
+            "predicted": [response] * work.rows,
+            "adapter": adapter,
+        }
+        return prompts + model.training_flops([response] * work.rows, **about)
 
 
 MODELS = {
@@ -151,15 +140,14 @@ def _random(name: str, shape: Any, dtype: Any, device: str) -> Any:
 
 
 def peak_flops(dtype: str) -> tuple[str, float]:
-    """Return the name of the device and its peak in FLOP/s: from `PEAKS`, or of a product of two
-    matrices on this device."""
+    """Return the name of the device and its peak in FLOP/s: from the table of devices, or of a
+    product of two matrices on this device."""
     import torch
 
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU"
-    for part, peak in PEAKS.items():
-        if part in name:
-            return name, peak
+    if cuda and (known := device_named(name)) is not None:
+        return name, known.peak_flops(dtype)
     size = 8192 if cuda else 1024
     a = torch.randn(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
     best = float("inf")

@@ -68,7 +68,7 @@ def _rows() -> Any:
 
 def _errors(folder: Path, kind: str, settings: dict[str, Any]) -> dict[str, float]:
     from weft.algorithms.policy_loss import NegativeLogLikelihood
-    from weft.controllers.prechecks.plan_memory import with_activations
+    from weft.controllers.planner.phase_memory import with_activations
     from weft.workers.actor import ActorConfig, ActorWorker
     from weft.workers.training.activations import _LiveBytes
     from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory

@@ -23,6 +23,7 @@ from types import FrameType
 from ...dataflow.errors import DeadlineError, Silent, UserError
 from ...dataflow.graph import Handle
 from ...dataflow.metric_names import DRIVER
+from ...workers.cuda_driver import gpu_model
 from ...workers.node_memory import node_memory
 from ...workers.worker import Context, Worker
 from ..group import Call, WorkerGroup
@@ -271,7 +272,7 @@ class Local(Backend):
 
     def memory(self) -> Mapping[str, Memory]:
         own = memory_of(os.getpid())
-        return {this_node(): Memory({DRIVER: own} if own else {}, node_memory())}
+        return {this_node(): Memory({DRIVER: own} if own else {}, node_memory(), gpu=gpu_model())}
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # close all, even if one raises

@@ -26,6 +26,7 @@ import psutil
 from ...dataflow.byte_units import gib
 from ...dataflow.cgroups import cgroup_folders
 from ...dataflow.metric_names import DRIVER
+from ...workers.cuda_driver import gpu_model
 from ...workers.node_memory import NodeMemory, node_memory
 
 # Memory of processes, as the kernel counts it (about 30 us per process)
@@ -46,6 +47,8 @@ class Memory:
     """Worker, such as `rollout[0]` -> its memory."""
     node: NodeMemory | None = None
     object_store_bytes: int = 0
+    gpu: str = ""
+    """Name of the node's GPUs, or "" without any."""
 
 
 def memory_of(pid: int) -> _ProcessMemory | None:
@@ -323,6 +326,7 @@ class ProcessWatch:
         self._logs, self._root = logs, root
         self._watched: dict[str, _Watched] = {}
         self._kills = kills(root)
+        self._gpu = gpu_model(root)
         self._sampled = self._stored = float("-inf")
         self._store_bytes = 0
         self._lock = threading.Lock()
@@ -355,7 +359,7 @@ class ProcessWatch:
     def memory(self) -> Memory:
         with self._lock:
             found = {who: watched.memory for who, watched in self._watched.items() if watched.memory}
-        return Memory(found, node_memory(self._root), self._store_bytes)
+        return Memory(found, node_memory(self._root), self._store_bytes, self._gpu)
 
     def stacks(self, whose: Collection[str], wait_s: float = STACKS_S) -> dict[str, str]:
         """Return worker -> innermost frames of its executor's thread, or why there are none."""

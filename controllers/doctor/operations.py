@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ def attention(case: Case) -> Figures:
     from ...algorithms.policy_loss import NegativeLogLikelihood
     from ...dataflow.batch import Batch
     from ...workers.actor import ActorConfig, ActorWorker
+    from ...workers.models.model_folder import read_model_config
+    from ...workers.models.transformer import Transformer
 
     random = str(save_random_model(case.folder / "model", large=case.gpu))
     lengths = enumerate((5, 130, 17, 64))
@@ -104,13 +107,15 @@ def attention(case: Case) -> Figures:
                 torch.cuda.synchronize()
     seconds = case.seconds("second microbatch")
     way = _attention_of(engine)
-    parameters = sum(p.numel() for p in engine.model.parameters())
     figures: dict[str, float | str] = {
         "largest difference (nats)": f"{off:.1e}",
         "attention": way,
         f"seconds of {tokens:,} tokens": round(seconds, 2),
-        "TFLOP/s of the model": round(6 * parameters * tokens / max(seconds, 1e-3) / 1e12, 2),
     }
+    with suppress(ValueError):  # a model whose arithmetic is not known
+        sizes = Transformer.of(read_model_config(case.model or random))
+        flops = sizes.training_flops([2 * half] * 8, predicted=[half] * 8)
+        figures["TFLOP/s of the model"] = round(flops / max(seconds, 1e-3) / 1e12, 2)
     if case.gpu:
         figures["GiB at most"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
         assert way == "packed, varlen", f"training uses the attention {way!r}"

@@ -28,6 +28,7 @@ from ..recovery.failures import Failures
 from ..recovery.saving import Saving
 from ..run_spec import RunHistory, RunSpec
 from ..weight_sync import WeightSync
+from .throughput import Throughput
 
 # Device turns of groups that share the devices of a pool
 
@@ -168,8 +169,9 @@ class Calls:
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
-        self._spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Group -> (start, end) of calls that ended since the last `take_idle_shares`."""
+        self._spans: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
+        """Group -> (start, end, whether it had rows) of calls that ended since `take_busy_s`."""
+        self.throughput = Throughput()
         self._changed = True
         self._committed = False
         """Whether the log on disk covers calls that are being made."""
@@ -200,14 +202,18 @@ class Calls:
         changed, self._changed = self._changed, False
         return changed
 
-    def take_idle_shares(self, since: float, now: float) -> dict[str, float]:
-        """Return group -> share of the time since `since` in which it had no running call."""
+    def take_busy_s(self, since: float, now: float) -> dict[str, tuple[float, float]]:
+        """Return group -> seconds with a running call after `since`, and seconds with one on rows."""
         spans, self._spans = self._spans, defaultdict(list)
         for call in self.under_way:
-            spans[call.group.name].append((call.started, now))
-        if now <= since:
-            return {}
-        return {name: max(0.0, 1 - busy_s(spans[name], since) / (now - since)) for name in self.groups}
+            spans[call.group.name].append((call.started, now, call.node is not None))
+        return {
+            name: (
+                busy_s(((start, end) for start, end, _ in own), since),
+                busy_s(((start, end) for start, end, has_rows in own if has_rows), since),
+            )
+            for name, own in ((name, spans[name]) for name in self.groups)
+        }
 
     # Requests
 
@@ -341,6 +347,7 @@ class Calls:
         if call.ledger is None or call.lease is None:
             return
         self._buffer.publish(call.ledger, call.lease, published, written)
+        self.throughput.count_children(call, published)
         if call.by_load and (published.parents is None or published.ends_parents):
             call.group.weigh(call, ranks)
         if published.versions is not None:
@@ -355,13 +362,15 @@ class Calls:
         call.group.forget(call)
         self.under_way.remove(call)
         self._failures.answered(call)
+        if call.holds_lease:
+            self.throughput.count_rows(call)
         self._note_times(call)
         self.queue(self._then.pop(call)(call))
 
     def _note_times(self, call: Call) -> None:
         """Add a call to the timeline of the current step."""
         now, lease = self._clock(), call.lease
-        self._spans[call.group.name].append((call.started, now))
+        self._spans[call.group.name].append((call.started, now, call.node is not None))
         by_rank: list[dict[str, float]] | None = None
         if len(call.answered) > 1:
             ranks = sorted(call.answered, key=call.answered.__getitem__)[-MOST_RANKS:]

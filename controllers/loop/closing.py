@@ -12,7 +12,9 @@ from ...dataflow.runs.files import CHECKPOINTS, METRICS, PARQUET, SAMPLES
 from ...dataflow.runs.requests import RunRequests
 from ..backends.process_diagnostics import Memory, memory_metrics
 from ..graph_run import EvaluationRun, GraphRuns
+from ..group import WorkerGroup
 from ..own_groups import RESERVED
+from ..planner.devices import Device, device_named
 from ..recovery.checkpoints import complete_checkpoints
 from ..recovery.saving import Saving
 from ..reports.step_line import Ending, ending_of
@@ -83,10 +85,10 @@ class Closing:
             row["samples"] = float(max(train.samples.values(), default=0))
             row["step_s"] = seconds
             row["tokens_per_s"] = tokens / seconds if seconds else 0.0
-            shares = self._calls.take_idle_shares(self._closed_at, now)
-            row |= {f"{name}/idle_share": shares[name] for name in shares if name not in RESERVED}
         if time.monotonic() - self._memory_read_at >= READ_S:
             self._memory_read_at, self._memory = time.monotonic(), self._spec.backend.memory()
+        if train.step:
+            row |= self._usage(self._closed_at, now)
         if self._memory:
             row |= memory_metrics(self._memory, sum(r.ledger.parts.num_bytes for r in self._graph_runs))
         row |= self._history.failures.metrics()
@@ -108,6 +110,26 @@ class Closing:
             self.ended_by = seen if ends else self.ended_by
         self._ask_to_stop(row)
         self._mark_evaluations()
+
+    def _usage(self, since: float, now: float) -> dict[str, float]:
+        """Return how much groups worked in a step, and how well they used their devices."""
+        busy = self._calls.take_busy_s(since, now)
+        row = {
+            f"{name}/idle_share": max(0.0, 1 - any_call_s / (now - since))
+            for name, (any_call_s, _) in busy.items()
+            if name not in RESERVED and now > since
+        }
+        groups = self._calls.groups
+        working_s = {name: on_rows_s for name, (_, on_rows_s) in busy.items()}
+        devices = {name: own for name, group in groups.items() if (own := self._device(group))}
+        return row | self._calls.throughput.take(groups, working_s, devices)
+
+    def _device(self, group: WorkerGroup) -> Device | None:
+        """Return the GPUs of a group, or None if it has none, or unknown ones."""
+        if not group.place.gpus or not group.up:
+            return None
+        memory = self._memory.get(self._spec.backend.node_of(group, group.up[0]))
+        return None if memory is None else device_named(memory.gpu)
 
     def _ask_to_stop(self, row: Mapping[str, float]) -> None:
         """End the run after this step if `stop` returns True or, without checkpoints, a user has

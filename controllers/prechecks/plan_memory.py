@@ -13,8 +13,8 @@ from ...dataflow.byte_units import GIB, MIB
 from ...dataflow.errors import UserError
 from ...dataflow.graph import TRAIN, Handle
 from ...dataflow.metric_names import FUNCTIONS
-from ...workers.models.model_folder import complete_text_settings, find_model_config, head_dim, num_heads
-from ...workers.reward_model import RewardModelConfig
+from ...workers.models.model_folder import complete_text_settings, find_model_config
+from ...workers.models.transformer import Transformer
 from ...workers.training.engine import Head, ModelConfig
 from ...workers.training.lora import Lora
 from ...workers.training.memory import (
@@ -28,28 +28,22 @@ from ...workers.training.memory import (
     training_memory,
 )
 from ..placement import Place
+from ..planner.phase_memory import (
+    ASLEEP,
+    CUDA,
+    ENGINES,
+    HELD_FREE,
+    ON_GPU,
+    ON_GPU_TRAINING,
+    TRAINING,
+    placed,
+    with_activations,
+)
 from ..run_spec import RunSpec
 from .plan_sizes import StepSizes, UpdateSizes, schedule_of, update_sizes
 
-# Memory of a process without tensors: the interpreter, torch, transformers, vLLM.
-#
-# Measured: `resident_bytes` of each group in runs of the examples (docs/metrics.md), minus the
-# memory planned for their tensors. Linux, Python 3.11, torch 2.13 for CPUs, transformers 5.19, vLLM
-# 0.32, Ray 2.60; `benchmarks/operate.py --parts plan` repeats the comparison. Each process counts
-# mapped files, mostly libraries, that it shares with others. The figures for GPUs are estimates.
+# Memory of other processes without tensors (`planner/phase_memory.py` has the measurement)
 
-TRAINING = 600 * MIB
-"""A rank with a training engine, or one that only computes log-probabilities."""
-ENGINES = {"vllm": 785 * MIB, "transformers": 570 * MIB}
-"""A rollout rank: name of its engine -> bytes."""
-ON_GPU = {"vllm": round(3.5 * GIB)}
-"""A rank with a GPU: name of its engine -> bytes of host memory."""
-ON_GPU_TRAINING = round(2.5 * GIB)
-"""Host memory of any other rank with a GPU: CUDA's libraries and the driver's mappings."""
-CUDA = round(1.5 * GIB)
-"""Device memory of a process: CUDA's context, NCCL, and workspaces of libraries."""
-ASLEEP = round(2.5 * GIB)
-"""Device memory of vLLM while it sleeps: its context, and kernels and workspaces outside its pool."""
 WITH_TORCH = 350 * MIB
 """A rank for the functions of graphs if one of them uses torch, as advantages do."""
 PLAIN = 200 * MIB
@@ -59,9 +53,6 @@ TORCH = 405 * MIB
 """Extra memory of a driver whose script has imported torch, for example to prepare a model."""
 ONE_PROCESS = 540 * MIB
 """Driver and all groups together, under `Local`."""
-HELD_FREE = 0.15
-"""Heap overhead on a CPU, as a share of the memory that a pass allocates and frees. Two FSDP2 ranks
-of a model with 84M parameters held 11 to 15 % more than their tensors at peak."""
 
 
 def _resident_bytes(
@@ -230,7 +221,7 @@ def group_memory(
 def _trained(
     spec: RunSpec, known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: int, chunks: int
 ) -> GroupMemory:
-    head = _head(config)
+    head: Head = getattr(config, "head", "logprobs")
     size = model_size(config.model, scalar=head != "logprobs")
     nodes = [n for n in spec.graphs[TRAIN].nodes if n.group == known.group]
     updates = [n for n in nodes if n.operation.updates]
@@ -286,39 +277,6 @@ def _trained(
     )
 
 
-def placed(
-    made: TrainingMemory, config: ModelConfig, *, on_gpu: bool
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return three mappings of name -> bytes: at rest, additional in a pass, and on the host."""
-    rest = {"weights": made.weights, "moments": made.moments}
-    in_pass = {
-        "gradients": made.gradients,
-        "gathered weights": made.gathered,
-        "gathered gradients": made.exchanged,
-    }
-    host = {"copy for a checkpoint": made.snapshot}
-    if on_gpu and config.offload == "moments":
-        host["moments"] = rest.pop("moments")
-        in_pass["visiting moments"] = made.visiting
-    if on_gpu and config.offload == "everything":
-        host |= {**rest, "gradients": in_pass.pop("gradients")}
-        rest = {}
-    if on_gpu:
-        host |= {"pinned blocks": made.rounding, "gradients added": made.added}
-    return rest, in_pass, host
-
-
-def with_activations(
-    in_pass: Mapping[str, int], activations: int, made: TrainingMemory
-) -> dict[str, int]:
-    gathered = made.exchanged_beside(activations)
-    return {**in_pass, "gathered gradients": gathered, "activations": activations}
-
-
-def _head(config: Any) -> Head:
-    return "rewards" if isinstance(config, RewardModelConfig) else getattr(config, "head", "logprobs")
-
-
 def _activations(
     config: Any, sizes: StepSizes, passes: UpdateSizes, size: ModelSize, *, trains: bool, gpu_bytes: int
 ) -> int:
@@ -333,7 +291,7 @@ def _activations(
         rows=passes.rows_per_microbatch,
         length=max(2, round(sizes.tokens_a_row)),
         predicted=max(1, round(sizes.response_tokens)),
-        head=_head(config),
+        head=getattr(config, "head", "logprobs"),
         dtype=config.dtype,
         trains=trains,
         gradients_stay=several,
@@ -353,13 +311,9 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if known.on_gpu else "float32"
     rest = {"weights": size.parameters * BYTES[dtype]}
     if config.engine != "vllm":
-        settings = complete_text_settings(config.model)
-        plain = settings.to_dict()
+        model = Transformer.of(complete_text_settings(config.model).to_dict())
         at_once = min(config.max_num_seqs, sizes.rows)
-        heads, width = settings.num_key_value_heads or num_heads(plain), head_dim(plain)
-        # keys and values of one token in all layers
-        token = 2 * settings.num_hidden_layers * (heads or 0) * (width or 0) * BYTES[dtype]
-        cache = round(at_once * sizes.tokens_a_row * token)
+        cache = round(at_once * model.kv_bytes(sizes.tokens_a_row, BYTES[dtype], windows=False))
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}
         if known.on_gpu:
             known = replace(known, moves=rest["weights"], idle=CUDA)

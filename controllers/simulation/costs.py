@@ -6,7 +6,7 @@ import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -549,18 +549,31 @@ def _ranks(config: Path) -> dict[str, int]:
 def _fit(calls: np.ndarray) -> LinearCost:
     """Fit a cost with nonnegative coefficients, and with as few terms as possible. `calls`: [calls,
     (seconds, rows, tokens, constants)]."""
-    seconds, terms = calls[:, 0], calls[:, [2, 1, 3]]
-    found: tuple[float, np.ndarray] = float(seconds @ seconds), np.zeros(3)
-    # Try fewer terms first: a cost with more terms has to fit clearly better.
-    for chosen in ([0], [2], [1], [0, 2], [0, 1], [1, 2], [0, 1, 2]):
+    subsets = ((0,), (2,), (1,), (0, 2), (0, 1), (1, 2), (0, 1, 2))
+    per_token, per_row, fixed = fit_terms(calls[:, [2, 1, 3]], calls[:, 0], subsets).tolist()
+    return LinearCost(fixed_s=fixed, per_row_s=per_row, per_token_s=per_token)
+
+
+def fit_terms(terms: np.ndarray, seconds: np.ndarray, subsets: Iterable[Sequence[int]]) -> np.ndarray:
+    """Fit times as sums of terms with nonnegative weights, by least squares.
+
+    Args:
+        terms: [calls, terms].
+        seconds: [calls].
+        subsets: indexes of the terms to try together, fewest first: a sum with more terms has to fit
+            clearly better.
+
+    Returns:
+        [terms] weights, 0 for terms that are left out.
+    """
+    error, found = float(seconds @ seconds), np.zeros(terms.shape[1])
+    for chosen in map(list, subsets):
         # Skip terms without unique weights, for example if all calls had the same number of rows.
         if np.linalg.matrix_rank(terms[:, chosen]) < len(chosen):
             continue
         weights = np.linalg.lstsq(terms[:, chosen], seconds, rcond=None)[0]
-        error = float(((terms[:, chosen] @ weights - seconds) ** 2).sum())
-        if (weights >= 0).all() and error < found[0] * (1 - 1e-6) - 1e-12:
-            line = np.zeros(3)
-            line[chosen] = weights
-            found = error, line
-    per_token, per_row, fixed = found[1].tolist()
-    return LinearCost(fixed_s=fixed, per_row_s=per_row, per_token_s=per_token)
+        left = float(((terms[:, chosen] @ weights - seconds) ** 2).sum())
+        if (weights >= 0).all() and left < error * (1 - 1e-6) - 1e-12:
+            error, found = left, np.zeros(terms.shape[1])
+            found[chosen] = weights
+    return found

@@ -18,7 +18,7 @@ from .run_reader import RunReader
 
 OF_ONE_START = ("origin", "starts", "versions", "sources", "data")
 """Parts of a configuration to compare separately or not at all."""
-OF_THE_CLOCK = ("_s", "idle_share", "_bytes")
+OF_THE_CLOCK = ("_s", "idle_share", "_per_device", "flops_utilisation", "_bytes")
 """Suffixes of metrics that always differ between runs."""
 MISSING = "(not there)"
 

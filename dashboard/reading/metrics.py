@@ -274,6 +274,7 @@ KINDS = (
     _Card("staleness", "staleness", "mean_staleness", beside="max_staleness"),
     _Card("grad_norm", "gradient norm", "grad_norm"),
     _Card("throughput", "tokens/s", "tokens_per_s", form="count"),
+    _Card("utilisation", "FLOPs utilisation", "flops_utilisation", form="share", several=True),
     _Card("idle", "idle share", "idle_share", form="share", several=True),
     _Card("memory", "memory", "device_bytes|resident_bytes", form="bytes", several=True),
     _Card("pairs", "preference accuracy", "preference_accuracy", form="share"),

@@ -16,26 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.controllers.prechecks.plan_memory import (
-    ASLEEP,
-    CUDA,
-    ON_GPU,
-    ON_GPU_TRAINING,
-    WAYS,
-    placed,
-    with_activations,
-)
+from weft.controllers.planner.phase_memory import generating_memory, trained_memory
+from weft.controllers.prechecks.plan_memory import WAYS
 from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.lora import Lora
-from weft.workers.training.memory import BYTES, ModelSize, folder_bytes, training_memory
+from weft.workers.training.memory import BYTES, ModelSize, folder_bytes
 
 PROMPT, RESPONSE = 1024, 3072
 """[tokens] The lengths of each row."""
-OWN_BYTES = CUDA + ASLEEP
-"""[bytes] Memory of a GPU for CUDA and NCCL, and for vLLM while it sleeps."""
-PROCESSES = ON_GPU_TRAINING + ON_GPU["vllm"]
-"""[bytes] Host memory of the processes of a GPU, without tensors."""
 USABLE = 0.92
 """[share] Usable GPU memory; fragmentation takes the rest."""
 QWEN, LLAMA = "Qwen2", "Llama"
@@ -119,22 +108,19 @@ def expected(model: str, machine: Machine, settings: Mapping[str, Any]) -> Expec
         machine: the GPUs to train on.
         settings: settings of an `ActorConfig` in bfloat16.
     """
-    config = ActorConfig(model=model, dtype="bfloat16", **settings)
-    made = training_memory(
-        _size(model), config, ranks=machine.gpus, trains=True, lora=config.lora, saves=True
-    )
-    rest, in_pass, host = placed(made, config, on_gpu=True)
-    moves = sum(rest.values())
-    if OWN_BYTES + moves + sum(in_pass.values()) > machine.usable:
+    config, size = ActorConfig(model=model, dtype="bfloat16", **settings), _size(model)
+    vllm = generating_memory(BYTES["bfloat16"] * size.parameters, 0).asleep
+    about: dict[str, Any] = {"ranks": machine.gpus, "gpu_bytes": machine.gib * GIB}
+    if (
+        vllm.device + trained_memory(size, config, activations=0, **about).working.device
+        > machine.usable
+    ):
         return None
     activations = _activations(model, machine, config.lora is not None, config.activation_checkpointing)
-    in_pass = with_activations(in_pass, activations, made)
-    device = OWN_BYTES + moves + sum(in_pass.values())
-    # While vLLM sleeps, the host has its weights.
-    vllm = BYTES["bfloat16"] * _size(model).parameters
-    on_host = PROCESSES + moves + sum(host.values()) + vllm
-    folder = folder_bytes(_size(model), config, config.lora)
-    return Expected(settings, device, activations, machine.gpus * on_host + folder)
+    made = trained_memory(size, config, activations=activations, **about)
+    # Pinned memory stays allocated, so the host has room for the tensors of both sleepers.
+    host = machine.gpus * (made.asleep.host + vllm.host) + folder_bytes(size, config, config.lora)
+    return Expected(settings, vllm.device + made.working.device, activations, host)
 
 
 def first_that_fits(model: str, machine: Machine, lora: Lora | None) -> Expected | None:

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import weft.workers.training.fsdp as fsdp
 from weft.algorithms.policy_loss import PolicyLoss
-from weft.controllers.prechecks.plan_memory import placed
+from weft.controllers.planner.phase_memory import placed
 from weft.dataflow.batch import Batch
 from weft.workers.actor import ActorConfig
 from weft.workers.training.agreement import Agreement

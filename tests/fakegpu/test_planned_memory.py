@@ -7,9 +7,10 @@ from typing import Any
 
 import psutil
 import pytest
-from gpu_tables import ADAPTER, MACHINES, OWN_BYTES, Machine
+from gpu_tables import ADAPTER, MACHINES, Machine
 
 from weft.controllers.backends.rank import allocator_settings
+from weft.controllers.planner.phase_memory import ASLEEP, CUDA
 from weft.dataflow.byte_units import GIB
 from weft.dataflow.graph import group
 from weft.workers.rollout import RolloutWorker
@@ -56,7 +57,7 @@ def check(run: Run, rows: list[dict[str, Any]]) -> None:
     for row in rows:  # each in a separate process, because others leave fragments
         found = run("full_size.py", within_s=1800, ROWS=json.dumps([row]), SHIM_SKIP=1, **allocators())
         name = f"{row['gpus']} x {row['gib']}, {row['model']}, {row['what']}"
-        allocated = found["rows"][0]["allocated"] + OWN_BYTES
+        allocated = found["rows"][0]["allocated"] + CUDA + ASLEEP
         shares[name] = allocated / ((row["documented"] + 0.5) * GIB)
     assert all(share <= 1.05 for share in shares.values()), shares
 
@@ -86,7 +87,7 @@ def test_host_memory_of_an_offloaded_trainer_is_as_planned(run_on_fake_gpu: Run)
 def test_pinned_memory_is_as_planned(run_on_fake_gpu: Run, offload: str):
     from gpu_tables import _size
 
-    from weft.controllers.prechecks.plan_memory import placed
+    from weft.controllers.planner.phase_memory import placed
     from weft.workers.actor import ActorConfig
     from weft.workers.training.memory import training_memory
 

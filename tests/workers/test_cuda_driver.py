@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.workers.cuda_driver import driver_version, reason_without_cuda
+from weft.workers.cuda_driver import driver_version, gpu_model, reason_without_cuda
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -28,6 +28,15 @@ def machine(root: Path, version: str) -> Path:
 def test_the_version_of_the_loaded_driver_is_read(text: str, version: str, tmp_path: Path):
     assert driver_version(tmp_path) == ""
     assert driver_version(machine(tmp_path, text)) == version
+
+
+def test_the_name_of_the_first_gpu_is_read(tmp_path: Path):
+    assert gpu_model(tmp_path) == ""
+    for bus in ("0000:1b:00.0", "0000:5d:00.0"):
+        folder = tmp_path / "proc/driver/nvidia/gpus" / bus
+        folder.mkdir(parents=True)
+        (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 16\n")
+    assert gpu_model(tmp_path) == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")

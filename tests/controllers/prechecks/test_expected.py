@@ -8,7 +8,7 @@ import gpu_tables as module
 import pytest
 from gpu_tables import ADAPTER, MACHINES, MODELS, WAYS, Machine, expected, first_that_fits, table
 
-from weft.controllers.prechecks.plan_memory import with_activations
+from weft.controllers.planner.phase_memory import ASLEEP, CUDA, with_activations
 from weft.dataflow.byte_units import GIB
 from weft.workers.actor import ActorConfig
 from weft.workers.training.memory import ModelSize, training_memory
@@ -29,7 +29,7 @@ def test_each_way_takes_less_of_a_gpu_than_the_one_before(monkeypatch: pytest.Mo
     found = [one for way in WAYS if (one := expected(MODEL, Machine(1, 24, 4096), way))]
     assert [one.device for one in found] == sorted((one.device for one in found), reverse=True)
     none, moments, everything = found[0], found[3], found[4]
-    assert none.device == module.OWN_BYTES + 3 * GIB + PARAMETERS * (3 * 4 + 4 + 2)
+    assert none.device == CUDA + ASLEEP + 3 * GIB + PARAMETERS * (3 * 4 + 4 + 2)
     # Weights and moments move to the host in any case; small pinned blocks are rounded.
     assert 0 <= moments.host - none.host < 0.01 * none.host
     assert 4 * PARAMETERS < everything.host - none.host < 7 * PARAMETERS

@@ -1,0 +1,1 @@
+"""Planner: costs of models, and searches for placements and schedules."""
