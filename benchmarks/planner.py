@@ -6,7 +6,7 @@
 | figure | what it is | wanted |
 |---|---|---|
 | `flops_error` | largest relative error of the operations in a forward pass, and in a forward and backward pass, of twelve \
-families: those computed from `config.json` against those that torch counts | 0.02 |
+families, computed from `config.json` and counted by torch | 0.02 |
 | `parameters_error` | the same for numbers of parameters | 0.02 |
 
 The last line printed is one JSON object, with null for figures that were not requested.

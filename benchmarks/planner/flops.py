@@ -1,6 +1,6 @@
 """Operations of twelve families (docs/models.md): computed from `config.json`, and counted by torch.
 
-torch counts all pairs of tokens, as dense attention computes them, so the comparison does, too. The
+torch counts all pairs of tokens, as dense attention computes them, and so does the comparison. The
 tests compare the pairs under a mask with a count by hand (`tests/workers/models/test_transformer.py`).
 """
 
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("olmo2", {"head_dim": 16}),
     "GPT-OSS": ("gpt_oss", EXPERTS | WINDOW),
 }
-"""Name -> model type, and its settings beside `SIZES`. Models without a setting for the size of a head
+"""Name -> model type, and changes to `SIZES`. Models without a setting for the size of a head
 divide the hidden size."""
 
 
@@ -70,8 +70,7 @@ def measure() -> dict[str, float]:
 
 
 def errors_of(kind: str, settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return the relative errors for a family: of a forward pass, of a training pass, and of the number
-    of parameters."""
+    """Return a family's relative errors by name: forward pass, training pass, number of parameters."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM

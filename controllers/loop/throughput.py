@@ -96,7 +96,7 @@ class Throughput:
         """Return the metrics of the groups that worked, and begin again.
 
         Args:
-            working_s: group -> [s] in which a call on rows was running.
+            working_s: group -> seconds with a running call on rows.
             devices: group -> its GPUs, if their peak is known.
         """
         found: dict[str, float] = {}

@@ -47,7 +47,7 @@ def _rates(half: float, single: float) -> dict[str, float]:
 
 
 # NVIDIA states NVLink and PCIe in both directions together; the table has half of that. Peaks are
-# dense: where a data sheet states them with sparsity, the table has half of that, too.
+# dense, which is half of a figure with sparsity.
 
 DEVICES = {
     # H100 data sheet, SXM5 with 80 GB: 1,979 TFLOP/s in bfloat16 with sparsity, 67 in float32, 3.35 TB/s,
@@ -74,7 +74,7 @@ DEVICES = {
     # times. The network is one of 10 Gbit/s, assumed.
     "CPU": Device("CPU", 12e9, 8.3e9, {"float32": 104e9}, 8.3e9, 8.3e9, 1.25e9),
 }
-"""Name -> device. `device_named` finds the name in that of a GPU."""
+"""Name -> device. `device_named` also takes the name that a driver reports."""
 
 
 def device_named(name: str) -> Device | None:

@@ -79,7 +79,7 @@ def trained_memory(
     """Return the memory of a rank that trains the model or its adapter, or computes log-probabilities.
 
     Args:
-        ranks, nodes: of the group.
+        ranks, nodes: size of the group.
         activations: peak bytes of a pass, from `activation_bytes` or `pass_bytes`.
         trains: whether the model is trained; otherwise, it is frozen.
         saves: whether the run writes checkpoints.

@@ -136,7 +136,7 @@ class TransformerCosts:
     def forward(
         self, tokens: ArrayLike, *, after: ArrayLike = 0, predicted: ArrayLike = 0
     ) -> Prediction:
-        """Predict a forward pass, such as prefill or log-probabilities. The arguments are those of
+        """Predict a forward pass, such as prefill or log-probabilities. For the arguments, see
         `Transformer.forward_flops`."""
         flops = self.model.forward_flops(tokens, after=after, predicted=predicted)
         return self._passes(flops, tokens, passes=1)
@@ -150,8 +150,8 @@ class TransformerCosts:
         adapter: bool = False,
         recomputes: bool = False,
     ) -> Prediction:
-        """Predict a forward and a backward pass, without the exchange of gradients. The arguments are
-        those of `Transformer.training_flops`."""
+        """Predict a forward and a backward pass, without the exchange of gradients. For the
+        arguments, see `Transformer.training_flops`."""
         about: dict[str, Any] = {
             "after": after,
             "predicted": predicted,
@@ -206,7 +206,7 @@ class TransformerCosts:
         return self.model.kv_bytes(tokens, self.width) / parts
 
     def concurrent(self, context: int, *, share: float = USED_MEMORY) -> int:
-        """Return how many sequences of `context` tokens fit beside the weights.
+        """Return how many sequences of `context` tokens fit next to the weights.
 
         Args:
             share: share of the memory for weights, keys and values.
@@ -227,7 +227,7 @@ class TransformerCosts:
         """Return the cost of generation on one replica.
 
         Args:
-            lengths: of the responses.
+            lengths: lengths of responses.
             context: [tokens] mean length of running sequences: the prompt, and about half a response.
             max_num_seqs: most responses at once.
             prompt_tokens: mean length of a prompt, which determines the time of prefill.
@@ -250,7 +250,7 @@ class TransformerCosts:
         """Return the cost of an update with one optimizer step.
 
         Args:
-            tokens, predicted: of a typical row.
+            tokens, predicted: sizes of a typical row.
             data: number of replicas, which exchange gradients and weights once.
             bandwidth: [bytes/s] of the slowest link between them; by default, that within a node.
         """
@@ -283,7 +283,7 @@ def max_concurrent(free_bytes: float, bytes_a_sequence: float) -> int:
     return max(0, math.floor(free_bytes / bytes_a_sequence))
 
 
-# Megatron-LM's formulas (arXiv:2104.04473). Bytes are those that one device sends.
+# Megatron-LM's formulas (arXiv:2104.04473). Bytes count what one device sends.
 
 
 def stage_bytes(tokens: float, hidden: int, tensor: int = 1, width: int = 2) -> float:
@@ -333,7 +333,7 @@ def best_checkpoints(layers: int, input_bytes: float, intermediate_bytes: float)
     """Return the number of checkpoints with the least memory (section 3.5).
 
     Args:
-        input_bytes: of a layer's input, which each checkpoint keeps.
-        intermediate_bytes: of all activations in a layer.
+        input_bytes: size of a layer's input, which each checkpoint keeps.
+        intermediate_bytes: size of all activations in a layer.
     """
     return math.sqrt(layers * intermediate_bytes / input_bytes)

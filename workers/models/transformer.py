@@ -184,7 +184,7 @@ class Transformer:
         return each * sum(kept)
 
     def read_bytes(self, tokens: float, width: int = 2) -> float:
-        """Return the bytes of weights that a pass over so many tokens reads, with the head. Tokens
+        """Return the bytes of weights that a pass over these tokens reads, with the head. Tokens
         choose their experts independently."""
         read = float(self.head_products)
         for layer in self.layers:
@@ -221,7 +221,7 @@ class Transformer:
         recomputes: bool = False,
     ) -> float:
         """Return the floating-point operations of a forward and a backward pass. The other arguments
-        are those of `forward_flops`.
+        are as in `forward_flops`.
 
         Args:
             adapter: whether the model's weights get no gradients. The operations of the adapter

@@ -173,7 +173,7 @@ def test_the_error_of_a_fit_is_that_of_unseen_batches():
     def flat(batch: int) -> float:
         return 1.0
 
-    # Without the last batch, the others lie on 1 + batch, which predicts 9 instead of 12.
+    # The first three batches fit 1 + batch, which predicts 9 instead of 12 for the last one.
     found = fit_decode({1: 2.0, 2: 3.0, 4: 5.0, 8: 12.0}, flat)
     assert found.error is not None and found.error >= 0.25
     assert fit_decode({1: 2.0, 2: 3.0}, flat).error is None
