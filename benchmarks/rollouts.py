@@ -1,6 +1,7 @@
 """Training methods and rollout features: how exact and how fast they are.
 
-    python benchmarks/rollouts.py                    # two minutes
+    python benchmarks/rollouts.py                                      # twenty minutes
+    python benchmarks/rollouts.py --parts distillation truncation      # two minutes
 
 | figure | what it is | wanted |
 |---|---|---|
@@ -12,6 +13,12 @@ samples with top-p 0.9, top-k 20, min-p 0.05, and all three | 1e-5, 5e-4 |
 | `truncated_gap_transformers`, `truncated_gap_transformers_largest` | the same for the engine `transformers` | 1e-5, 5e-4 |
 | `truncated_gap_whole` | mean gap if the trainer ignores the kept sets of top-p 0.9 | none |
 | `kept_generation`, `kept_training` | time with kept sets (top-k 20) over the time without: `transformers` generating, an update | none |
+| `int8_gap`, `int8_gap_largest` | gap between the log-probabilities of trainer and rollout in the demo with int8 rollouts, mean and \
+largest, nats | none |
+| `int8_kl`, `int8_truncated` | KL(generator, trainer) of these rollouts, nats a token; share of tokens with a truncated weight | none |
+| `int8_accuracy`, `float32_accuracy` | the demo's accuracy with int8 rollouts and a correction, and without: mean of three seeds, and of \
+the last four evaluations | none |
+| `int8_accuracy_lost` | the difference | 0.03 |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -30,8 +37,10 @@ FIGURES = (
     *("truncated_gap", "truncated_gap_largest"),
     *("truncated_gap_transformers", "truncated_gap_transformers_largest"),
     *("truncated_gap_whole", "kept_generation", "kept_training"),
+    *("int8_gap", "int8_gap_largest", "int8_kl", "int8_truncated"),
+    *("int8_accuracy", "float32_accuracy", "int8_accuracy_lost"),
 )
-PARTS = {"distillation": "distilled", "truncation": "truncated"}
+PARTS = {"distillation": "distilled", "truncation": "truncated", "quantisation": "quantised"}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 if __name__ == "__main__":

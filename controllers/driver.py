@@ -50,7 +50,7 @@ from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
 from .reports.dashboard_process import start_dashboard
 from .reports.progress import Form, Progress, display_for
-from .reports.symptoms import check_stop_on, mistakes
+from .reports.symptoms import Watch, check_stop_on, mistakes, quantised_rollouts
 from .reports.tracker_threads import TrackerThreads
 from .reports.trackers import check_trackers
 from .run_spec import Evaluation, RunHistory, RunSpec
@@ -244,7 +244,9 @@ class Driver:
         shown = Progress(schedule.steps, path, display)
         alert = partial(shown.alert, "tracker")
         following = TrackerThreads(trackers, path, report, alert)
-        self._history = RunHistory(shown, FullDisk(path, shown), following)
+        quantised = quantised_rollouts(self._spec.graphs[TRAIN], self._spec.handles).values()
+        watch = Watch(", ".join(dict.fromkeys(quantised)))
+        self._history = RunHistory(shown, FullDisk(path, shown), following, watch)
         self._described = {
             "settings": settings,
             "buffer": dict(buffer),

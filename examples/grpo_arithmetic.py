@@ -3,6 +3,7 @@
 python examples/grpo_arithmetic.py                  with Ray: two FSDP2 ranks, two vLLM replicas
 python examples/grpo_arithmetic.py --backend local  in one process without Ray and vLLM, so that breakpoints work
 python examples/grpo_arithmetic.py --schedule asynchronous --placement apart    one core generates while the other trains
+python examples/grpo_arithmetic.py --quantization int8    quantised rollouts, and a correction for their gap to the trainer
 """
 
 import json
@@ -13,6 +14,7 @@ import arithmetic
 from pydantic import Field
 
 import weft
+from weft.algorithms.corrections import TruncatedImportance
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.grpo import grpo
 from weft.algorithms.policy_loss import PolicyLoss
@@ -26,6 +28,8 @@ class Settings(arithmetic.SamplingSettings):
     """Number of updates. Default: 400; with --small 3."""
     prompts: int | None = Field(default=None, ge=1)
     """Number of prompts per step, each with eight responses. Default: 64; with --small 8."""
+    quantization: Literal["int8", "fp8", "w4a16"] | None = None
+    """Scheme of the rollout's weights, for the engine vllm. Default: not quantised."""
 
 
 def main(settings: Settings) -> None:
@@ -50,14 +54,16 @@ def main(settings: Settings) -> None:
     # Workers
     rate = {"learning_rate": 1e-3, "warmup_steps": 10, "decay": ("linear", 500)}
     actor = weft.group(weft.ActorWorker, model=model, **rate)
-    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator)
+    scheme = settings.quantization
+    rollout = weft.group(weft.RolloutWorker, model=model, engine=settings.generator, quantization=scheme)
     reward = weft.group(weft.RewardWorker, function=settings.judge, tokenizer=model)
     rollout.follows(actor)
 
     # Graph
     sampling = weft.Sampling(max_tokens=4)
+    loss = PolicyLoss(correction=TruncatedImportance() if scheme else ())
     training = grpo(
-        train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, loss=PolicyLoss()
+        train, rollout=rollout, reward=reward, actor=actor, n=8, sampling=sampling, loss=loss
     )
     greedy = weft.Sampling(max_tokens=4, temperature=0)
     accuracy = evaluate(held_out, rollout=rollout, reward=reward, sampling=greedy)

@@ -94,17 +94,16 @@ def record_layout(
     Raises UserError if the loader rejects a name or a shape, computes with a tensor instead of
     copying boxes of it, loads an element twice, or leaves an element without a value. The message
     names the tensor and the parameter."""
-    wanted = dict(model.named_parameters())
     fakes = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (shape, dtype) in checkpoint.items()
     }
     initialize_layerwise_reload(model)
     try:
-        recorder = _Recorder(fakes, _memories(model, wanted))
+        recorder = _Recorder(fakes, _memories(model))
         with recorder:
             _load(model, fakes)
-        return recorder.recording(where, wanted)
+        return recorder.recording(where)
     finally:
         restore(model)
 
@@ -130,8 +129,10 @@ def restore_layer(layer: torch.nn.Module) -> None:
 class _Memory:
     name: str
     tensor: torch.Tensor
-    kernel: torch.Tensor | None
-    """The tensor that the model uses. Tied parameters share one object."""
+    kernel: torch.Tensor
+    """The tensor that the model uses, or the one to load if it uses others, such as quantised ones.
+    Tied parameters share one object."""
+    is_parameter: bool
     reason: str
     """Why a loader may not copy into it; empty if it may."""
     boxes: list[tuple[Box, str]] = field(default_factory=list)
@@ -139,7 +140,7 @@ class _Memory:
     filled: list[Box] = field(default_factory=list)
 
 
-def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dict[int, _Memory]:
+def _memories(model: torch.nn.Module) -> dict[int, _Memory]:
     """Return the memories that loaders may write, by storage. Restores the original loaders."""
     found: dict[int, _Memory] = {}
     for prefix, layer in model.named_modules():
@@ -154,7 +155,8 @@ def _memories(model: torch.nn.Module, wanted: Mapping[str, torch.Tensor]) -> dic
             elif not tensor.is_contiguous():
                 reason = f"it lies with the strides {tensor.stride()} in memory"
             full_name = f"{prefix}.{name}" if prefix else name
-            found.setdefault(_storage(tensor), _Memory(full_name, tensor, kernel.get(name), reason))
+            used, is_parameter = kernel.get(name, tensor), name in layer._parameters
+            found.setdefault(_storage(tensor), _Memory(full_name, tensor, used, is_parameter, reason))
     return found
 
 
@@ -290,7 +292,7 @@ class _Recorder(TorchDispatchMode):
         memory.filled += boxes
         self._fills.append(_Fill(memory.name, view, value))
 
-    def recording(self, where: Where, wanted: Mapping[str, torch.Tensor]) -> _RecordedLayout:
+    def recording(self, where: Where) -> _RecordedLayout:
         """Check that each parameter element was loaded exactly once, and return the recording."""
         touched = [memory for memory in self._memories.values() if memory.boxes or memory.filled]
         loaded: dict[int, str] = {}
@@ -300,7 +302,8 @@ class _Recorder(TorchDispatchMode):
                 raise UserError(
                     f"{first!r} and {memory.name!r} are one parameter, and the checkpoint has both; leave out one of them"
                 )
-        if missing := [name for name, parameter in wanted.items() if id(parameter) not in loaded]:
+        parameters = [memory for memory in self._memories.values() if memory.is_parameter]
+        if missing := [each.name for each in parameters if id(each.kernel) not in loaded]:
             raise UserError(f"the checkpoint lacks weights for vLLM's parameters: {', '.join(missing)}")
         order = {memory.name: number for number, memory in enumerate(self._memories.values())}
         shapes = {name: tuple(fake.shape) for name, fake in self._fakes.values()}
@@ -486,7 +489,7 @@ class _Layer:
         for name, wanted in get_layer_tensors(self.module).items():
             if wanted.is_meta and name in self._written:
                 self._lent.append(self._spare.lend(wanted))
-                setattr(self.module, name, _like(wanted, self._lent[-1]))
+                setattr(self.module, name, with_class_of(wanted, self._lent[-1]))
 
     # Staging, while the module continues to compute
 
@@ -619,7 +622,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _like(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
+def with_class_of(wanted: torch.Tensor, memory: Any) -> torch.Tensor:
     """Return `memory` with `wanted`'s class and loader, like vLLM's `materialize_meta_tensor`."""
     found = memory.detach()
     found.__class__ = wanted.__class__

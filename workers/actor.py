@@ -290,7 +290,8 @@ _LARGEST_GAP = 1e-3
 """[nats] Limit on the mean absolute difference between both sides' log-probabilities of a canary's
 tokens, if both compute in float32. Usual gaps are about 1e-6 (docs/benchmarks.md)."""
 _LARGEST_HALF_GAP = 0.2
-"""[nats] The same limit if either side uses half precision. Usual gaps are a few hundredths."""
+"""[nats] The same limit if either side uses half precision or quantised weights. Usual gaps are a few
+hundredths."""
 
 
 def check_canary(
@@ -307,7 +308,7 @@ def check_canary(
             f"weights version {version}: the log-probabilities of {receiver} for {len(own)} "
             f"tokens are {gap:.3g} nats from the trainer's in the mean, more than "
             f"{bound:g}. It computes something else with the same weights: compare model "
-            "folders, dtypes and engine settings of both groups"
+            "folders, dtypes, quantization and engine settings of both groups"
         )
 
 

@@ -343,12 +343,13 @@ class RolloutWorker(Worker):
         requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
         steps = generate(self.engine, requests, Sampling(max_tokens=max_tokens, stop=None))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
-        dtype = self.config.dtype
+        dtype, quantised = self.config.dtype, self.config.quantization is not None
+        full = dtype == "float32" or (dtype == "auto" and not torch.cuda.is_available())
         return Canary(
             tuple(tuple(ids.tolist()) for ids in prompts),
             tuple(tuple(one.token_ids.tolist()) for one in found),
             tuple(tuple(one.logprobs.tolist()) for one in found),
-            exact=dtype == "float32" or (dtype == "auto" and not torch.cuda.is_available()),
+            exact=full and not quantised,
         )
 
     def onload(self) -> None:
@@ -448,6 +449,8 @@ class RolloutWorker(Worker):
             return f"it starts from the model {config.model}, and the adapter belongs to {leader.model}"
         if config.dtype not in ("auto", leader.dtype):
             return f"its dtype is {config.dtype}, and the actor's is {leader.dtype}"
+        if config.quantization is not None:
+            return f"it has quantization={config.quantization!r}, and takes complete weights"
         if config.engine == "vllm" and leader.lora.dora:
             return "vLLM cannot serve adapters with dora=True"
         if config.engine == "vllm" and leader.lora.rank > LORA_RANKS[-1]:
@@ -499,7 +502,7 @@ class Canary:
     logprobs: tuple[tuple[float, ...], ...]
     """Log-probabilities of each response's tokens, in nats."""
     exact: bool
-    """Whether the rank computes in float32."""
+    """Whether the rank computes in float32, with unquantised weights."""
 
 
 def _canary_prompts(vocabulary: int | None) -> list[np.ndarray]:

@@ -29,6 +29,7 @@ from .agents.rendering import Renderer, check_parsers
 from .generation.engine import (
     tokenizer_of,
 )
+from .generation.quantization import check_quantization
 from .generation.vllm_settings import VllmSettings
 from .models.images import check_images
 from .models.model_folder import (
@@ -124,6 +125,10 @@ class RolloutConfig(VllmSettings):
             self.check_sizes(settings, self.max_context or of_model, self.dtype)
         else:
             check_causal_lm(self.model, settings)
+        if self.quantization is not None:
+            chosen = {"engine": self.engine, "dtype": self.dtype, "compile": self.compile}
+            devices = {"tensor_parallel": self.tensor_parallel, "on_cpu": _on_cpu()}
+            check_quantization(self.quantization, self.model, settings, **chosen, **devices)
         if any(sampling_of(node).stop for node in nodes):
             tokenizer_of(str(self.model))
             if self.routes and self.engine == "vllm":

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from ...algorithms.advantages import group_advantages, is_group_relative
 from ...algorithms.grpo import drop_zero_variance, first_of_group
+from ...algorithms.policy_loss import PolicyLoss
 from ...algorithms.preference import best_and_worst
 from ...algorithms.rewards import penalize_overlong
 from ...algorithms.solve_rates import solve_rates
 from ...dataflow.byte_units import gib
-from ...dataflow.column import RESPONSE_IDS, REWARD
+from ...dataflow.column import RESPONSE_IDS, RESPONSE_LOGPROBS, REWARD
 from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import Graph, Handle, Node
 from ...dataflow.metric_names import is_of_group
@@ -51,7 +52,9 @@ class _Symptom:
 class _Past:
     """A run's metrics so far: its last steps, and averages of its first ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantised: str = "") -> None:
+        self.quantised = quantised
+        """Rollout groups with quantised weights, for messages."""
         self.rows: deque[Row] = deque(maxlen=64)
         self._first: dict[str, list[float]] = {}
         self.signal: dict[int, bool] = {}
@@ -170,6 +173,30 @@ def _hidden_outcomes(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[st
             yield f"node {node.name!r} compares {by!r}, the sum of the outcome {outcome!r} and {', '.join(others)}"
 
 
+def quantised_rollouts(graph: Graph, handles: Mapping[str, Handle]) -> dict[str, str]:
+    """Map the nodes of a graph that sample with quantised weights to a description of their group."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.group is None or str(RESPONSE_IDS) not in node.writes:
+            continue
+        if (scheme := getattr(handles[node.group].config, "quantization", None)) is not None:
+            found[node.name] = f"{node.group} ({scheme})"
+    return found
+
+
+def _uncorrected_quantisation(graph: Graph, handles: Mapping[str, Handle]) -> Iterator[str]:
+    quantised = quantised_rollouts(graph, handles)
+    for node in graph.nodes:
+        group = quantised.get(node.writers.get(str(RESPONSE_IDS), ""))
+        if group is None or not node.operation.updates:
+            continue
+        samples = f"node {node.name!r} trains on samples of {group}, whose weights are quantised,"
+        if str(RESPONSE_LOGPROBS) not in node.reads:
+            yield f"{samples} and does not read 'response_logprobs', so no metric shows how far they are off"
+        elif not getattr(node.arguments.get("loss", PolicyLoss()), "correction", True):
+            yield f"{samples} without a correction for the gap"
+
+
 MISTAKES = (
     (
         _groups_of_one,
@@ -181,6 +208,10 @@ MISTAKES = (
         _hidden_outcomes,
         "shaping terms differ within most groups, so groups of equal outcomes pass the filter, and only the shape is trained. Try "
         "drop_zero_variance(samples, by=...) with the column of the outcome",
+    ),
+    (
+        _uncorrected_quantisation,
+        "the samples come from another distribution than the trainer's. Try PolicyLoss(correction=TruncatedImportance())",
     ),
     (
         _large_rates,
@@ -333,6 +364,36 @@ def _drifted(past: _Past) -> str | None:
     return "" if known else None
 
 
+QUANTISED_LIMITS = {
+    "mean_logprob_gap": 0.05,  # nats a token
+    "generator_kl_k3": 0.01,  # nats a token
+    "truncated_fraction": 0.3,
+    "masked_fraction": 0.3,
+}
+"""Largest value of each metric of an update that is safe with quantised rollouts."""
+
+
+def _quantised_gap(past: _Past) -> str | None:
+    if not past.quantised:
+        return None
+    known = [
+        (*each, limit)
+        for metric, limit in QUANTISED_LIMITS.items()
+        for each in _training(past.last, metric)
+    ]
+    for name, value, limit in known:
+        if not value <= limit:  # also true for NaN
+            return (
+                f"{name} is {value:.3g}, and safe up to {limit:g}: the quantised weights of {past.quantised} sample from another "
+                "distribution than the trainer's"
+            )
+    if known:
+        return ""
+    if not any(_training(past.last, "loss")):
+        return None
+    return f"no metric of the update shows how far the quantised weights of {past.quantised} are off"
+
+
 def _training(row: Row, metric: str) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of a metric of each training group."""
     return ((name, value) for name, value in row.items() if is_of_group(name, metric))
@@ -444,6 +505,12 @@ SYMPTOMS = (
         steps=3,
     ),
     _Symptom(
+        "quantised_gap",
+        _quantised_gap,
+        "Try a scheme with more bits ('int8', 'fp8') or none, PolicyLoss(correction=TruncatedImportance()), and, if rows are stale, a "
+        "smaller max_staleness",
+    ),
+    _Symptom(
         "all_retired",
         _all_retired,
         "If they retired because they are solved, end the run or add harder prompts. Otherwise, loosen the gates, or give them "
@@ -472,8 +539,8 @@ def check_stop_on(names: object) -> tuple[str, ...]:
     >>> check_stop_on(["no_signal", "diverge"])
     Traceback (most recent call last):
     weft.dataflow.errors.UserError: Driver(stop_on=...): unknown symptom 'diverge'; did you mean 'diverged'? They \
-are no_signal, signal_lost, only_shaping, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, all_retired, memory_low, \
-memory_grows, short_step
+are no_signal, signal_lost, only_shaping, equal_rewards, all_truncated, diverged, entropy_collapse, gap_drift, quantised_gap, \
+all_retired, memory_low, memory_grows, short_step
 
     Raises:
         UserError: A name is not a symptom.
@@ -508,16 +575,17 @@ def mistakes(graph: Graph, handles: Mapping[str, Handle]) -> list[str]:
 
 
 class Watch:
-    """Checks a run's steps, and reports each symptom once."""
+    """Checks a run's steps, and reports each symptom once. `quantised` names the rollout groups with
+    quantised weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantised: str = "") -> None:
         self._said: set[str] = set()
         self._in_a_row: Counter[str] = Counter()
-        self._past = _Past()
+        self._past = _Past(quantised)
 
     def remember(self, rows: Iterable[Row]) -> None:
         """Replace the history by the steps of a resumed run."""
-        self._past = _Past()
+        self._past = _Past(self._past.quantised)
         self._in_a_row.clear()
         for row in rows:
             self._past.add_step(row)

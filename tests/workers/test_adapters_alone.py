@@ -44,6 +44,7 @@ def a_pair(actor: dict[str, Any], rollout: dict[str, Any]) -> tuple[Any, Any]:
         ({"dtype": "bfloat16", "lora": Lora(dora=True)}, {}, "merged"),
         ({"dtype": "bfloat16", "lora": Lora(dora=True)}, {"engine": "transformers"}, "adapter"),
         ({"dtype": "bfloat16", "lora": Lora(rank=600)}, {}, "merged"),
+        ({"dtype": "bfloat16"}, {"quantization": "int8"}, "merged"),
         ({"dtype": "bfloat16", "lora": Lora(published="merged")}, {}, "merged"),
         ({"lora": Lora(published="adapter")}, {}, "adapter"),
     ],

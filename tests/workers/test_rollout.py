@@ -509,6 +509,42 @@ def test_a_plan_that_does_not_fit_suggests_the_nearest_fix(
         check(config, [5, 20, 3], **arguments)
 
 
+@pytest.mark.parametrize(
+    ("changes", "chosen", "on_cpu", "message"),
+    [
+        ({}, {"engine": "transformers"}, True, "engine='transformers' has no quantised kernels"),
+        ({"quantization_config": {"bits": 4}}, {}, True, "the weights in .* are quantised already"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, {}, True, "is a mixture of experts"),
+        ({}, {"quantization": "fp8"}, True, "vLLM has no fp8 kernels for this CPU; choose 'int8'"),
+        ({}, {"compile": True}, True, "compiled code may keep the kernels of old weights"),
+        ({}, {"dtype": "float32"}, False, "compute in half precision; choose dtype='bfloat16'"),
+        ({}, {"quantization": "w4a16"}, True, "on a CPU, the kernel computes in half precision"),
+        (
+            {"intermediate_size": 96},
+            {"quantization": "w4a16", "tensor_parallel": 2, "dtype": "bfloat16"},
+            True,
+            "has a weight of 48 columns on a rank, which must be a multiple of 32; choose 'int8'",
+        ),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_weights_that_vllm_cannot_quantise_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    chosen: dict[str, Any],
+    on_cpu: bool,
+    message: str,
+) -> None:
+    monkeypatch.setattr(rollout_config, "_on_cpu", lambda: on_cpu)
+    config = RolloutConfig(
+        model=folder_with(tmp_path / "m", **changes), **{"quantization": "int8", **chosen}
+    )
+    named = rf"RolloutConfig\.quantization='{config.quantization}': .*{message}"
+    with pytest.raises(UserError, match=named):
+        check(config, [3], sampling=Sampling(max_tokens=8))
+
+
 @pytest.mark.vllm
 def test_heads_too_small_for_vllm_on_cpu_are_refused(tmp_path: Path) -> None:
     model = folder_with(tmp_path / "m", num_attention_heads=4)

@@ -116,7 +116,8 @@ class GenerationEngine(Protocol):
         ...
 
     def weight_bytes(self) -> int:
-        """Return the size of the model's weights in bytes, over all ranks of the engine."""
+        """Return the size of the model's weights in bytes, over all ranks of the engine. Quantised
+        weights count with the unquantised ones that they are made from."""
         ...
 
     def stage_weights(self, weights: Weights) -> Iterator[None]:

@@ -4,6 +4,7 @@ vLLM."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import secrets
@@ -705,6 +706,8 @@ def _start(
             from vllm.triton_utils import HAS_TRITON
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            if "quantization" in arguments:
+                importlib.import_module(".vllm_quantization", __package__)  # registers the methods
             chosen = EngineArgs(**arguments)
             # vLLM's model runner V2, which needs Triton, returns kept sets itself.
             if kept_sets and HAS_TRITON and chosen.create_engine_config().use_v2_model_runner:

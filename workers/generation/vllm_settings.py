@@ -20,6 +20,7 @@ from ..models.model_folder import (
     num_heads,
     text_settings,
 )
+from .quantization import Quantization, method_name
 
 if TYPE_CHECKING:
     from ..training.lora import Lora
@@ -74,6 +75,10 @@ class VllmSettings(Config):
     """Compile the model (and capture CUDA graphs). None compiles only on GPUs. On a CPU,
     compilation takes 20 s and a C++ compiler, and gives 4 % more tokens per second. Set it to False
     for a quick start, or if compilation fails."""
+    quantization: Quantization | None = None
+    """Quantise the weights of linear layers as they arrive: "int8" and "fp8" (8 bits, activations
+    too), or "w4a16" (4 bits). "fp8" needs a GPU. Set it, with a correction in the loss, if weights
+    take too much memory or time; the alert `quantised_gap` reports a large gap to the trainer."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (
@@ -144,6 +149,8 @@ class VllmSettings(Config):
         if on_gpu and self.tensor_parallel > 1 and not has_flashinfer_kernels():
             # Otherwise, FlashInfer would compile this kernel at every first start.
             arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        if self.quantization is not None:
+            arguments["quantization"] = method_name(self.quantization)
         if routes and on_gpu:
             arguments["enable_return_routed_experts"] = True
         if images:  # the image processor needs a tokenizer; videos would reserve much memory

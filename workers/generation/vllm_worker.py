@@ -570,7 +570,10 @@ class WorkerExtension:
         return [] if self._weft_kept_sets is None else self._weft_kept_sets.take(requests)
 
     def weft_weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model_runner.model.parameters())
+        model = self.model_runner.model
+        methods = [getattr(module, "quant_method", None) for module in model.modules()]
+        arriving = sum(getattr(method, "arriving_bytes", 0) for method in methods)
+        return arriving + sum(parameter.nbytes for parameter in model.parameters())
 
     def weft_free_host_cache(self) -> None:
         torch.accelerator.empty_host_cache()

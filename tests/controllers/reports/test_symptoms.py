@@ -23,8 +23,10 @@ from weft.algorithms.advantages import (
     length_weighted,
     valid_groups_centred,
 )
+from weft.algorithms.corrections import TruncatedImportance
 from weft.algorithms.graders.text import Exact
 from weft.algorithms.grpo import drop_zero_variance, first_of_group
+from weft.algorithms.policy_loss import NegativeLogLikelihood, PolicyLoss
 from weft.algorithms.preference import best_and_worst
 from weft.algorithms.rewards import penalize_overlong
 from weft.algorithms.sampling import Sampling
@@ -250,8 +252,8 @@ def test_correct_code_gets_no_warning():
     assert greedy_baseline.reads
 
 
-def seen(*rows: dict[str, float]) -> list[str]:
-    watch = Watch()
+def seen(*rows: dict[str, float], quantised: str = "") -> list[str]:
+    watch = Watch(quantised)
     return [
         seen.text for step, row in enumerate(rows) for seen in watch.see({"step": float(step), **row})
     ]
@@ -326,6 +328,71 @@ def test_a_drifting_logprob_gap_is_reported_with_its_earlier_value():
     assert seen({}, *[gap(0.03)] * 3, *[gap(0.08)] * 5) == [], (
         "a low precision has had it from the start"
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"actor/mean_logprob_gap": 0.08}, "actor/mean_logprob_gap is 0.08, and safe up to 0.05: "),
+        ({"actor/generator_kl_k3": 0.02}, "actor/generator_kl_k3 is 0.02, and safe up to 0.01: "),
+        ({"actor/truncated_fraction": 0.4}, "actor/truncated_fraction is 0.4, and safe up to 0.3: "),
+        ({"actor/masked_fraction": math.nan}, "actor/masked_fraction is nan, and safe up to 0.3: "),
+        ({"actor/loss": 0.1}, "no metric of the update shows how far the quantised weights of "),
+    ],
+)
+def test_an_unsafe_gap_of_quantised_rollouts_is_reported_with_its_number(
+    row: dict[str, float], says: str
+):
+    usual = {"actor/mean_logprob_gap": 0.01, "actor/generator_kl_k3": 1e-4, "actor/loss": 0.1}
+    usual |= {"actor/truncated_fraction": 0.01, "actor/masked_fraction": 0.0}
+    rows = {}, {"rollout/tokens": 5.0}, usual, row if row.keys() == {"actor/loss"} else usual | row
+    (said,) = seen(*rows, quantised="rollout (int8)")
+    assert (
+        said.startswith(f"step 3: {says}") and "rollout (int8)" in said and "TruncatedImportance" in said
+    )
+    assert seen(*rows) == [], "without quantised rollouts"
+    assert seen(*rows[:3], quantised="rollout (int8)") == []
+
+
+class QuantisedConfig(ToyConfig):
+    quantization: str | None = None
+
+
+class QuantisedRollout(SampledRollout):
+    Config = QuantisedConfig
+
+
+def test_updates_that_cannot_correct_or_see_a_quantised_rollout_are_named_at_the_start():
+    @graph
+    def trains(prompts: Any, *, rollout: Any, reward: Any, actor: Any, loss: Any) -> Any:
+        samples = reward.score(rollout.generate(prompts, n=2))
+        return actor.update(group_advantages(samples), loss=loss)
+
+    def told(loss: Any, **settings: Any) -> list[str]:
+        made = {
+            "rollout": group(QuantisedRollout, **settings),
+            "reward": group(ToyReward),
+            "actor": group(weft.ActorWorker, model="m"),
+        }
+        found = trains(prompts(8), **made, loss=loss)
+        return mistakes(found, found.handles)
+
+    (said,) = told(PolicyLoss(), quantization="int8")
+    assert said.startswith(
+        "node 'actor.update' trains on samples of rollout (int8), whose weights are quantised"
+    )
+    assert "without a correction" in said and "TruncatedImportance()" in said
+    assert told(PolicyLoss()) == []
+    assert told(PolicyLoss(correction=TruncatedImportance()), quantization="int8") == []
+    assert told(NegativeLogLikelihood(), quantization="int8") == [], "it has no correction to set"
+
+
+def test_an_update_that_does_not_read_the_log_probabilities_of_a_quantised_rollout_is_named():
+    handles = recorded().handles
+    made = {**handles, "rollout": group(QuantisedRollout, quantization="w4a16")}
+    found = training(prompts(8), **made)
+    (said,) = mistakes(found, found.handles)
+    assert "of rollout (w4a16)" in said and "does not read 'response_logprobs'" in said
 
 
 @pytest.mark.parametrize(

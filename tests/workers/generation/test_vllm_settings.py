@@ -70,7 +70,8 @@ def test_the_installed_vllm_has_every_argument(tiny_model: Path):
             {},
             {"adapter": Lora(rank=8), "routes": True, "images": True},
         ):
-            made = VllmSettings(tensor_parallel=2, kv_cache_gib=1).engine_arguments(
+            settings = VllmSettings(tensor_parallel=2, kv_cache_gib=1, quantization="int8")
+            made = settings.engine_arguments(
                 str(tiny_model), max_context=64, dtype="auto", seed=0, free_share=free_share, **more
             )
             assert made.keys() <= names, made.keys() - names
