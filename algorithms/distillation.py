@@ -38,7 +38,7 @@ from .advantages import Estimator, group_advantages, group_normalized
 from .aggregation import AggregatedLoss
 from .covariance import with_covariance
 from .loss import CANDIDATE_LOGPROBS, Loss, PackedRows, observed, response_rows
-from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_forward_pass, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Teacher, scored
 from .sampling import Sampling
 from .step_corrections import with_step_weights
@@ -263,7 +263,7 @@ def distillation(
             samples = group.top_logprobs(samples, top=top, where=(by, value), **read)
     else:
         samples = teacher.top_logprobs(samples, top=top, **read)
-    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+    if needs_forward_pass(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=needs_entropies(loss))
     if rewarded:
         into = str(ADVANTAGES) if top else _OF_REWARD

@@ -22,7 +22,7 @@ from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized, have_equal_rewards
 from .covariance import with_covariance
 from .loss import Loss
-from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_forward_pass, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, scored
 from .rewards import truncated_rows
 from .sampling import Sampling
@@ -82,7 +82,7 @@ def grpo(
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     entropies = entropies or entropy is not None or needs_entropies(loss)
-    if entropies or needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+    if entropies or needs_forward_pass(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=entropies)
     if entropy is not None:
         # Use the current coefficient before these rows change it.

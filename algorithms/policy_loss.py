@@ -254,8 +254,7 @@ def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> 
 
     It does if the loss requires the column, or if the loss may use it and the update takes several
     optimizer steps. Without the column, the loss compares with the current policy, which differs
-    from the old one after the first step. It also does if a correction of the loss compares these
-    log-probabilities, or the entropies computed with them, over all tokens of the step.
+    from the old one after the first step.
 
     >>> from .policy_loss import PolicyLoss
     >>> from .surrogates import sequence_ratio
@@ -263,10 +262,18 @@ def needs_old_logprobs(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> 
     >>> needs_old_logprobs(gspo), needs_old_logprobs(gspo, minibatches=4), needs_old_logprobs(PolicyLoss(), minibatches=4)
     (False, True, False)
     """
-    column, rule = str(OLD_LOGPROBS), step_correction_of(loss)
-    if needs_entropies(loss) or (rule is not None and column in rule.compares):
-        return True
+    column = str(OLD_LOGPROBS)
     return column in loss.reads or (column in loss.may_read and (epochs, minibatches) != (1, 1))
+
+
+def needs_forward_pass(loss: Loss, *, epochs: int = 1, minibatches: int = 1) -> bool:
+    """Return whether a graph must compute `old_logprobs` before an update with this loss: for the
+    update itself, or because a correction of the loss compares them, or entropies, over the step."""
+    rule = step_correction_of(loss)
+    compared = () if rule is None else rule.compares
+    return bool({str(OLD_LOGPROBS), str(ENTROPIES)} & set(compared)) or needs_old_logprobs(
+        loss, epochs=epochs, minibatches=minibatches
+    )
 
 
 def needs_entropies(loss: Loss) -> bool:

@@ -8,7 +8,7 @@ from ..dataflow.column import OLD_LOGPROBS, REFERENCE_LOGPROBS, RESPONSE_LOGPROB
 from ..dataflow.tracing import graph
 from .covariance import with_covariance
 from .loss import Loss
-from .policy_loss import PolicyLoss, needs_entropies, needs_old_logprobs, old_logprobs
+from .policy_loss import PolicyLoss, needs_entropies, needs_forward_pass, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Scorer, Trainable
 from .rewards import outcome_rewards, token_rewards
 from .sampling import Sampling
@@ -60,7 +60,7 @@ def ppo(
     if reference:
         samples = reference.logprobs(samples, into=str(REFERENCE_LOGPROBS))
     old = str(RESPONSE_LOGPROBS)
-    if needs_old_logprobs(loss, epochs=epochs, minibatches=minibatches):
+    if needs_forward_pass(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=needs_entropies(loss))
         old = str(OLD_LOGPROBS)
     if isinstance(kl, float | int):

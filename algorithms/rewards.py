@@ -2,7 +2,10 @@
 token rewards.
 
 Nodes that shape rewards read the column `reward` and write `shaped_reward`. To combine two of them,
-let the second read the column that the first wrote: `reward="shaped_reward"`.
+let the first write another column, which the second reads:
+
+    samples = penalize_truncated(samples, into="stopped_reward")
+    samples = penalize_repetition(samples, reward="stopped_reward")
 """
 
 from __future__ import annotations
@@ -265,6 +268,7 @@ def reward_brevity(
 
 
 @node(
+    shape=Shape.GROUP,  # so that all rows of an episode are there
     reads=lambda reward: (reward, RESPONSE_IDS),
     may_read=(RESPONSE_MASK, EPISODE_ID),
     writes=lambda into: (into,),
@@ -295,6 +299,7 @@ def penalize_repetition(
 
 
 @node(
+    shape=Shape.GROUP,
     reads=lambda reward: (reward, FINISH_REASON),
     may_read=(EPISODE_ID,),
     writes=lambda into: (into,),

@@ -39,7 +39,7 @@ def score_norms(logprobs: Tensor, log_collisions: Tensor) -> Tensor:
         log_collisions: [T] nats, log sum_v p_v^2.
 
     >>> score_norms(torch.tensor([0.5, 1.0]).log(), torch.tensor([0.5, 1.0]).log()).tolist()
-    [0.5, 0.0]
+    [0.50..., 0.0]
     """
     return (1 - 2 * logprobs.double().exp() + log_collisions.double().exp()).clamp(min=0)
 
@@ -106,7 +106,7 @@ def optimal_token_advantages(
     """Subtract `optimal_baselines` from the future rewards of each token.
 
     Only trained tokens count, so given tokens in between (tools) do not shift the places that are
-    compared; verl calls this TIR-OTB. Each row is a trajectory of its own, also if rows form an
+    compared; verl calls this TIR-OTB. Each row is a separate trajectory, also if rows form an
     episode. Rows without a trained token do not count.
 
     Args:

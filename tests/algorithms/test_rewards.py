@@ -178,8 +178,8 @@ def test_shaping_nodes_are_combined_by_naming_their_columns():
     )
     out = rescale_rewards(samples, factor=0.5, shift=1.0, limits=(-1.0, 1.5))
     assert out["shaped_reward"].to_pylist() == [1.5, 0.5]
-    again = penalize_truncated(out, keep=0.5, reward="shaped_reward")
-    assert again["shaped_reward"].to_pylist() == [1.5, 0.25]
+    again = penalize_truncated(out, keep=0.5, reward="shaped_reward", into="stopped_reward")
+    assert again["stopped_reward"].to_pylist() == [1.5, 0.25]
     assert again["reward"].to_pylist() == [3.0, 0.0]
     with pytest.raises(UserError, match=r"limits must be \(smallest, largest\), not \(1, 0\)"):
         rescale_rewards(samples, limits=(1, 0))

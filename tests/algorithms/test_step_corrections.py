@@ -15,7 +15,7 @@ from weft.algorithms.corrections import Rejection, TruncatedImportance
 from weft.algorithms.distillation import Distillation, distillation
 from weft.algorithms.grpo import grpo
 from weft.algorithms.loss import PackedRows
-from weft.algorithms.policy_loss import PolicyLoss, needs_old_logprobs
+from weft.algorithms.policy_loss import PolicyLoss, needs_forward_pass
 from weft.algorithms.ppo import ppo
 from weft.algorithms.step_corrections import (
     NormalizedImportance,
@@ -202,6 +202,6 @@ def test_graphs_compute_weights_if_the_loss_needs_them(rule: StepCorrection | No
         assert ("token_weights" in graph["actor.update"].reads) == (rule is not None)
         wanted = () if rule is None else rule.compares
         before = {"old_logprobs", "entropies"} & set(wanted)
-        assert ("actor.logprobs" in names) == bool(before) == needs_old_logprobs(loss)
+        assert ("actor.logprobs" in names) == bool(before) == needs_forward_pass(loss)
         if before:
             assert set(graph["actor.logprobs"].writes) >= before

@@ -92,7 +92,7 @@ def test_rows_alone_and_certain_tokens_have_no_signal():
 
 
 def test_the_baseline_lowers_the_variance_of_the_gradient():
-    """Two tokens of which the first decides the reward; rare first tokens have large gradients."""
+    """The rare one of two tokens has the reward, and the larger gradient."""
     drawn = np.random.default_rng(0)
     number, samples_a_group = 4000, 4
     p = np.array([0.9, 0.1])

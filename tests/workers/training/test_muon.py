@@ -91,7 +91,7 @@ def test_what_muon_is_not_defined_for_is_refused(tiny_model: Path):
 
 @pytest.mark.thorough
 def test_ranks_resume_each_others_checkpoints_and_take_the_same_steps(tiny_model: Path, tmp_path: Path):
-    """Two ranks, tensor-parallel ranks and one rank go on from one rank's checkpoint."""
+    """Two ranks, tensor-parallel ranks and one rank resume one rank's checkpoint."""
     steps = [make_rows(9, seed) for seed in range(5)]
     alone = actor(tiny_model, **MUON)
     train(alone, steps[:3])
