@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from ..dataflow.byte_units import gib
 from ..dataflow.errors import Planned, UserError
-from .command_line import Answer, Script, ScriptArguments, find_run
+from .command_line import Answer, ScriptArguments, Switch, find_run
 from .run import run_script, script_file
 
 if TYPE_CHECKING:
@@ -26,31 +27,46 @@ if TYPE_CHECKING:
 
 
 def plan(
-    script: Script,
+    script: Annotated[Positional[str], arg(metavar="SCRIPT.py", help_behavior_hint="")] = "",
     arguments: ScriptArguments = (),
     *,
-    machine: Annotated[str | None, arg(metavar="GPUSxGB", help_behavior_hint="")] = None,
+    machine: Annotated[str | None, arg(metavar="[NODESx]GPUSxGB", help_behavior_hint="")] = None,
     like: Annotated[str | None, arg(metavar="RUN", help_behavior_hint="")] = None,
+    search: Switch = False,
+    out: Annotated[Path, arg(metavar="FILE")] = Path("plan.json"),
+    fleet: Annotated[Path | None, arg(metavar="PRICES.toml", help_behavior_hint="")] = None,
 ) -> Answer:
     """Preview a script's run: its settings and their origins, its graphs, the sizes of a step, and
     the memory and disk space it needs. The script runs until it creates its first Driver. Weft
-    starts and writes nothing.
+    starts nothing, and writes nothing without --search.
 
     Args:
         script: A Python file.
         arguments: The script's arguments: all words after SCRIPT.
-        machine: Plan for the GPUs of another machine, such as 1x80 for one GPU of 80 GB. The plan
-            assumes four CPUs per GPU.
+        machine: Plan for the GPUs of another machine, such as 1x80 for one GPU of 80 GB, or 4x8x80
+            for four nodes of eight. The plan assumes four CPUs per GPU.
         like: An earlier run: its directory, or its name under runs/. The plan estimates the time of
             a step from the durations of its calls.
+        search: Print the best placements of the worker groups instead, and write the best one to
+            a file for the script's option --placement. Needs --like, or a simulated script.
+        out: The file that --search writes.
+        fleet: Without SCRIPT, print the cheapest GPUs of several kinds for a load. The file has the
+            load, and the price and rates of each kind.
     """
+    if fleet is not None:
+        from .fleet import fleet as cheapest_fleet
+
+        return cheapest_fleet(fleet)
+    if not script:
+        raise UserError("name a script, such as weft plan train.py, or --fleet PRICES.toml")
     from ..controllers.node_layout import assumed_machine
-    from ..controllers.prechecks.dry_run import planning
+    from ..controllers.prechecks.dry_run import not_planning, planning
     from ..controllers.prechecks.plan import plan_of
 
     path, other = script_file(script), None if machine is None else _other(machine)
     earlier = None if like is None else find_run(like).resolve()
-    with planning() as made, nullcontext() if other is None else assumed_machine(*other):
+    assumed = nullcontext() if other is None else assumed_machine(other[0] * other[1], other[2])
+    with planning() as made, assumed:
         try:
             # Standard output is for the plan alone.
             with redirect_stdout(sys.stderr):
@@ -61,20 +77,28 @@ def plan(
             if code:
                 return Answer({"script": script, "exit_code": code}, exit_code=code)
             raise UserError(f"{path} made no weft.Driver, so there is nothing to plan")
+        if search:
+            from .placements import search as search_placements
+
+            with not_planning():
+                return search_placements(made.spec, other, earlier, out)
         planned = plan_of(made.spec, earlier)
         return Answer(_found(planned, made), "\n".join(lines(planned, made)))
 
 
-def _other(machine: str) -> tuple[int, int]:
-    """Parse `--machine` into the number of GPUs and the bytes of memory of each.
+def _other(machine: str) -> tuple[int, int, int]:
+    """Parse `--machine` into the number of nodes, the GPUs of each, and the bytes of each GPU.
 
-    >>> _other("8x80")
-    (8, 85899345920)
+    >>> _other("8x80"), _other("4x8x80")
+    ((1, 8, 85899345920), (4, 8, 85899345920))
     """
-    number, _, size = machine.lower().partition("x")
-    if not (number.isdecimal() and size.isdecimal() and int(size)):
-        raise UserError(f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80")
-    return int(number), int(size) << 30
+    parts = machine.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise UserError(
+            f"--machine {machine}: give the number of GPUs and the GB of each, such as 1x80, or also of nodes, such as 4x8x80"
+        )
+    *nodes, gpus, size = map(int, parts)
+    return nodes[0] if nodes else 1, gpus, size << 30
 
 
 def _found(plan: Plan, made: Planning) -> dict[str, Any]:

@@ -7,5 +7,6 @@ backends/     where ranks run: this process or Ray, which only this folder impor
 recovery/     checkpoints, resume, failures, elastic groups
 reports/      progress, symptoms and trackers
 prechecks/    checks, plans and the doctor, before a run starts
+planner/      costs of models, and searches for placements and schedules
 simulation/   simulated runs, with cost models instead of workers
 """

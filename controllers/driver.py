@@ -30,6 +30,7 @@ from .loop.run import Run
 from .loop.start import collected_seldom, start
 from .own_groups import RESERVED, own_groups
 from .placement import Placement, check_elastic, resolve
+from .placement_file import with_chosen
 from .prechecks.checks import (
     at_place_in_data,
     changed_settings,
@@ -209,7 +210,7 @@ class Driver:
         self._spec, handles = _checked(
             graph,
             evaluations,
-            placement,
+            with_chosen(placement),
             schedule=schedule,
             backend=backend or Local(),
             seed=seed,

@@ -11,15 +11,18 @@ from typing import Any
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError, WeftError
 from ..dataflow.untrusted_text import show
+from .placement_file import OPTION as PLACEMENT
+from .placement_file import chosen_placement
 from .prechecks.dry_run import note_settings
-from .settings import compose
+from .settings import compose, without_file
 from .signals import signals_end_script
 
 
 def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> int:
     """Run `main(settings)` with settings from flags and a YAML or TOML file (`--config FILE`).
 
-    The type of `main`'s parameter declares the settings.
+    The type of `main`'s parameter declares the settings. `--placement FILE.json` replaces the
+    placement of its drivers by one that `weft plan --search` wrote.
 
     Return the exit code, after cleaning up:
 
@@ -36,9 +39,11 @@ def launch(main: Callable[[Any], Any], arguments: list[str] | None = None) -> in
     settings_class: type[Config] = typing.get_type_hints(main)[parameter]
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        settings, origins = compose(settings_class, words, main.__doc__ or settings_class.__doc__)
+        words, placement = without_file(settings_class, words, PLACEMENT, "plan.json", suffix=".json")
+        about = f"{main.__doc__ or settings_class.__doc__ or ''}\n\n{PLACEMENT} FILE.json uses a placement that weft plan --search wrote."
+        settings, origins = compose(settings_class, words, about.strip())
         note_settings(settings, origins)
-        with signals_end_script():
+        with signals_end_script(), chosen_placement(placement):
             main(settings)
         return 0
     except UserError as error:

@@ -149,7 +149,7 @@ def compose(
     """
     import tyro
 
-    rest, file = _without_config(settings_class, arguments)
+    rest, file = without_file(settings_class, arguments, OPTION, "settings.yaml")
     # Check the file first: errors of `check` name lines, which tyro does not know.
     given = check(settings_class, read_settings_file(file)) if file is not None else {}
     about = f"{description or ''}\n\n{OPTION} FILE reads settings from a YAML or TOML file; flags win over it.".strip()
@@ -283,28 +283,38 @@ def _plain(value: Any) -> Any:
     return {name: _plain(each.value) for name, each in value.items()}
 
 
-def _without_config(
-    settings_class: type[Config], arguments: Sequence[str]
+def without_file(
+    settings_class: type[Config],
+    arguments: Sequence[str],
+    option: str,
+    example: str,
+    suffix: str | None = None,
 ) -> tuple[list[str], Path | None]:
-    """Return the arguments without `--config FILE`, and the file. A script with a setting `config`
-    cannot have a settings file."""
-    if "config" in settings_class.model_fields:
+    """Return the arguments without `option FILE`, and the file.
+
+    If the script has a setting of that name, the option is the script's, except for files that end
+    with `suffix`.
+    """
+    has_setting = option.removeprefix("--") in settings_class.model_fields
+    if has_setting and suffix is None:
         return list(arguments), None
     rest, files = list[str](), list[str]()
     words = iter(arguments)
     for word in words:
-        if word == OPTION:
-            files.append(next(words, ""))
-        elif word.startswith(f"{OPTION}="):
-            files.append(word.partition("=")[2])
-        else:
+        name, has_value, value = word.partition("=")
+        if name != option:
             rest.append(word)
+            continue
+        given = [word] if has_value else [word, *itertools.islice(words, 1)]
+        value = value if has_value else "".join(given[1:])
+        if has_setting and not value.endswith(suffix or ""):
+            rest += given
+        else:
+            files.append(value)
     if len(files) > 1:
-        raise UserError(
-            f"{OPTION} is given {len(files)} times ({', '.join(files)}); give one settings file"
-        )
+        raise UserError(f"{option} is given {len(files)} times ({', '.join(files)}); give one file")
     if files and not files[0]:
-        raise UserError(f"{OPTION} needs a file, such as {OPTION} settings.yaml")
+        raise UserError(f"{option} needs a file, such as {option} {example}")
     return rest, Path(files[0]) if files else None
 
 

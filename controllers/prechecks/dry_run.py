@@ -57,6 +57,16 @@ def planning() -> Iterator[Planning]:
             _Present.planning = None
 
 
+@contextmanager
+def not_planning() -> Iterator[None]:
+    """In the block, drivers run, and files may be written: for simulations of a planned script."""
+    before, _Present.planning = _Present.planning, None
+    try:
+        yield
+    finally:
+        _Present.planning = before
+
+
 def prepared(made: str | Path, make: Callable[[], object], sketch: Callable[[Path], object]) -> Path:
     """Make a file or folder that a script needs before its run, unless it exists. Return its path.
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.__main__ import main
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os
@@ -125,6 +127,67 @@ def test_a_machine_with_gpus_is_planned_for_without_one(folder: Path):
         wrong.returncode == 2
         and "--machine 80GB: give the number of GPUs and the GB of each, such as 1x80" in wrong.stderr
     )
+
+
+SIMULATED = SCRIPT.replace(
+    "schedule=schedule,", "schedule=schedule, backend=weft.Simulated(COSTS),"
+).replace(
+    "class Settings",
+    """from weft.controllers.simulation.costs import CostModel, Generation, LinearCost
+
+COSTS = CostModel(nodes={
+    "rollout.generate": Generation(lengths=((4,),), decode_step_s=((1, 0.5), (24, 4.0))),
+    "actor.update": LinearCost(fixed_s=1.0, per_row_s=0.5),
+})
+
+
+class Settings""",
+)
+
+
+@pytest.mark.thorough
+def test_a_search_writes_a_placement_that_the_script_accepts(folder: Path):
+    (folder / "train.py").write_text(SIMULATED)
+    done = plan(folder, "--json", "--search", "--machine", "2x4x80", "train.py", "--steps", "9")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    seconds = [each["seconds"] for each in found["placements"]]
+    assert (found["file"], found["machine"]) == ("plan.json", "2 nodes of 4 GPUs")
+    assert 1 < len(seconds) <= 5 and seconds == sorted(seconds)
+    best = found["placements"][0]["groups"]
+    assert {each["ranks"] for each in best.values()} <= {4, 8}
+    written = json.loads((folder / "plan.json").read_text())
+    assert written["groups"] == best and written["predicted_step_s"] == seconds[0]
+    planned = json.loads(plan(folder, "--json", "train.py", "--placement", "plan.json").stdout)
+    assert {name: planned["groups"][name]["ranks"] for name in best} == {
+        name: each["ranks"] for name, each in best.items()
+    }
+    said = plan(folder, "--search", "--out", "other.json", "train.py").stdout
+    assert said.startswith("PLACEMENTS on the ") and "use it with --placement other.json" in said
+    (folder / "train.py").write_text(SCRIPT)
+    unknown = plan(folder, "--search", "train.py")
+    assert unknown.returncode == 2 and "--search needs the costs of calls" in unknown.stderr
+
+
+def test_the_cheapest_fleet_is_found_without_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    prices = tmp_path / "prices.toml"
+    prices.write_text(
+        "load = [2, 20]\n[kinds.A10G]\nprice = 1.01\nrates = [2, 1]\n"
+        "[kinds.A100]\nprice = 3.67\nrates = [20, 20]\n"
+    )
+    assert main(["plan", "--fleet", str(prices)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "cheapest fleet: 1 A10G, 1 A100 for 4.68",
+        "  slice 0: 2 requests/s on A10G",
+        "  slice 1: 20 requests/s on A100",
+    ]
+    prices.write_text("load = 2\n")
+    assert main(["plan", "--fleet", str(prices)]) == 2
+    assert "the file has load = [requests per second" in capsys.readouterr().err
+    assert main(["plan"]) == 2
+    assert "name a script, such as weft plan train.py" in capsys.readouterr().err
 
 
 def test_preparations_of_a_script_are_sketched_and_reported(folder: Path):

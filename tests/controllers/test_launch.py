@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from weft.controllers.launch import launch
+from weft.controllers.placement import Place, ResourcePool
+from weft.controllers.placement_file import with_chosen, write_placement
 from weft.dataflow.config import Config
 from weft.dataflow.errors import LeaseError, StalledError, UserError, WeftError
 
@@ -35,6 +38,44 @@ def test_an_exception_of_ours_ends_a_script_with_its_message_and_advice(
 
     assert launch(main, []) == code
     assert capsys.readouterr().err.splitlines() == said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--placement"], "--placement needs a file, such as --placement plan.json"),
+        (["--placement", "a", "--placement=b"], "--placement is given 2 times (a, b); give one file"),
+        (["--placement", "plan.jsn"], "--placement plan.jsn: there is no such file"),
+    ],
+)
+def test_mistakes_in_the_placement_of_a_script_are_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    def main(settings: Settings) -> None:
+        raise AssertionError("it must not run")
+
+    assert launch(main, words) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+class WithPlacement(Config):
+    placement: str = "apart"
+
+
+def test_a_placement_file_goes_to_the_driver_and_other_values_to_the_setting(tmp_path: Path):
+    file, seen = tmp_path / "plan.json", list[object]()
+    write_placement(file, {"actor": Place(ResourcePool("train", cpus=2), 2)}, {})
+
+    def main(settings: WithPlacement) -> None:
+        seen.append((settings.placement, with_chosen({"reward": Place(ResourcePool("one"))})))
+
+    assert launch(main, ["--placement", str(file)]) == 0
+    assert launch(main, ["--placement", "colocated"]) == 0
+    reward = {"reward": Place(ResourcePool("one"))}
+    assert seen == [
+        ("apart", {**reward, "actor": Place(ResourcePool("train", cpus=2), 2)}),
+        ("colocated", reward),
+    ]
 
 
 SCRIPT = """

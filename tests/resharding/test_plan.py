@@ -215,6 +215,34 @@ def test_regrouping_follows_the_order_of_ranks():
         assert (plan.received_bytes == 2 * 64 * 16 * 8 / 4).all(), "the other stage, of its shard"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "first", "models"),
+    [((1, 4, 2), (1, 2, 4), 0, 3), ((1, 8, 1), (1, 2, 4), 0, 3.5), ((1, 4, 1), (1, 4, 1), 4, 1)],
+)
+def test_reallocations_move_at_most_realhfs_number_of_models(
+    old: tuple[int, int, int], new: tuple[int, int, int], first: int, models: float
+):
+    parameters, devices = [Parameter("a", (64, 8), 0)], nodes_of(8)
+    source, destination = (Parallelism(*old), Parallelism(*new))
+    plan = ReshardPlan(
+        three_dimensional(parameters, source, devices[: source.num_ranks]),
+        three_dimensional(parameters, destination, devices[first : first + destination.num_ranks]),
+    )
+    assert plan.received_bytes.sum() == models * 64 * 8 * 2
+
+
+@pytest.mark.parametrize(("tp", "consecutive", "regrouped"), [(2, 3.5, 3), (4, 1.75, 1)])
+def test_regrouped_engines_receive_less_from_fully_sharded_training(
+    tp: int, consecutive: float, regrouped: float
+):
+    parameters, devices, engines = [Parameter("a", (64, 8), 0)], nodes_of(8), 8 // tp
+    source = fully_sharded(parameters, 8)
+    apart = [devices[rank % tp * engines + rank // tp] for rank in range(8)]
+    for ranks, shards in ((devices, consecutive), (apart, regrouped)):
+        plan = ReshardPlan(source, replicas(parameters, tp, engines, ranks))
+        assert plan.received_bytes.mean() == shards * 64 * 8 * 2 / 8
+
+
 def test_ranks_in_megatrons_order_have_their_replicas_side_by_side():
     sizes, megatron = Parallelism(pp=2, tp=2, dp=2), MEGATRON_ORDER
     found = [tuple(c[name] for name in ("pp", "dp", "tp")) for c in sizes.coordinates(megatron)]
