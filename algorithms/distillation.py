@@ -4,6 +4,7 @@ distillation(prompts, rollout=rollout, teacher=teacher, actor=actor)            
 distillation(..., loss=Distillation(divergence=Jsd(beta=0.5)))                            GKD (arXiv:2306.13649)
 distillation(..., reward=reward, n=8, loss=Distillation(weight=0.5, policy=PolicyLoss()))   mixed with a reward
 distillation(..., top=0)                                                                  one log-probability per token
+distillation(..., tokenizers=SharedSpans(student=..., teacher=...))         a teacher with another tokenizer (`cross_tokenizer.py`)
 
 The teacher gives its k likeliest tokens at each position, so rows need memory for k tokens rather
 than for the vocabulary. The other tokens form one more outcome, the tail: the divergence over these
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+import numpy as np
+import pyarrow as pa
 from pydantic import Field, model_validator
 
 from ..dataflow.batch import Batch
@@ -27,6 +30,9 @@ from ..dataflow.column import (
     RESPONSE_MASK,
     TEACHER_IDS,
     TEACHER_LOGPROBS,
+    TEACHER_PROMPT_IDS,
+    TEACHER_RESPONSE_IDS,
+    TEACHER_RESPONSE_LOGPROBS,
 )
 from ..dataflow.config import Config
 from ..dataflow.errors import UserError
@@ -37,6 +43,7 @@ from ..dataflow.tracing import graph
 from .advantages import Estimator, group_advantages, group_normalized
 from .aggregation import AggregatedLoss
 from .covariance import with_covariance
+from .cross_tokenizer import UNMAPPED, SharedSpans, retokenized, shared_candidates, span_advantages
 from .loss import CANDIDATE_LOGPROBS, Loss, PackedRows, observed, response_rows
 from .policy_loss import PolicyLoss, needs_entropies, needs_forward_pass, old_logprobs
 from .protocols import Policy, Rewarder, Rollout, Teacher, scored
@@ -48,6 +55,11 @@ if TYPE_CHECKING:
 
 SMALLEST_TAIL = 1e-6
 """Least probability of a tail. Below it, float32 rounding errors of the other outcomes dominate."""
+
+
+ABSENT = -1e4
+"""Log-probability of a candidate that a position lacks, in place of minus infinity, whose gradient is
+NaN. Its probability is 0 in float32."""
 
 
 def with_tail(logprobs: Tensor) -> Tensor:
@@ -123,6 +135,9 @@ class Distillation(AggregatedLoss):
     """l_t = weight D_t, the divergence between student and teacher at each trained token, plus a
     policy loss if the rows also have a reward.
 
+    A teacher's log-probability of minus infinity marks a candidate that a position lacks. A position
+    without any candidate has divergence 0, and does not count in the metrics.
+
     The gradient is exact for the sampled prefixes; it does not include how the student's tokens
     change later positions (GKD, arXiv:2306.13649, §3).
 
@@ -172,13 +187,15 @@ class Distillation(AggregatedLoss):
         """Return the loss (a scalar) before the engine divides it by the count, and metrics: the mean
         `divergence`, and the probability outside the teacher's k tokens for the teacher
         (`teacher_tail`) and the student (`student_tail`)."""
-        student = with_tail(rows.only_trained(rows[CANDIDATE_LOGPROBS]))
-        teacher = with_tail(rows.only_trained(rows[TEACHER_LOGPROBS]))
+        teacher = rows.only_trained(rows[TEACHER_LOGPROBS])
+        known = teacher > -torch.inf
+        student = torch.where(known, rows.only_trained(rows[CANDIDATE_LOGPROBS]), ABSENT)
+        student, teacher = with_tail(student), with_tail(torch.where(known, teacher, ABSENT))
         divergence = rows.only_trained(self.divergence(student, teacher))
         loss_sum = (self.aggregation.weights(rows) * self.weight * divergence).sum()
         watched = {"divergence": divergence}
         watched |= {"teacher_tail": teacher[:, -1].exp(), "student_tail": student[:, -1].exp()}
-        metrics = observed(rows.trained > 0, watched)
+        metrics = observed((rows.trained > 0) & known.any(-1), watched)
         if self.policy is not None:
             of_policy, more = self.policy(logprobs, rows)
             both: Metrics = more | metrics  # pyright: ignore[reportOperatorIssue] # a dict would wait for the device
@@ -211,6 +228,28 @@ def teacher_advantages(samples: Batch, *, weight: float = 1.0, base: str | None 
     return samples.with_columns(advantages=(total, rows.cu_seqlens))
 
 
+@node(
+    reads=lambda parts: tuple(f"{part}_{name}" for part in parts for name in ("ids", "logprobs")),
+    writes=(TEACHER_IDS, TEACHER_LOGPROBS),
+)
+def joined_teachers(samples: Batch, *, parts: tuple[str, ...]) -> Batch:
+    """Take each row's tokens from the teacher that scored it. `parts` are the names of the columns,
+    without `_ids` and `_logprobs`.
+
+    >>> of_teachers = {"a_ids": [[5], []], "a_logprobs": [[-1.0], []], "b_ids": [[], [6]], "b_logprobs": [[], [-2.0]]}
+    >>> joined = joined_teachers(Batch.of(**of_teachers), parts=("a", "b"))
+    >>> joined["teacher_ids"].to_pylist(), joined["teacher_logprobs"].to_pylist()
+    ([[5], [6]], [[-1.0], [-2.0]])
+    """
+    teacher = np.stack([samples.lengths(f"{part}_ids") for part in parts]).argmax(0)
+    index = pa.array(teacher * len(samples) + np.arange(len(samples)))
+    ids, logprobs = (
+        pa.concat_arrays([samples[f"{part}_{name}"] for part in parts]).take(index)
+        for name in ("ids", "logprobs")
+    )
+    return samples.with_columns(teacher_ids=ids, teacher_logprobs=logprobs)
+
+
 @graph
 def distillation(
     prompts: Any,
@@ -226,6 +265,7 @@ def distillation(
     top: int = 64,
     by: str = "teacher",
     hints: str | None = None,
+    tokenizers: SharedSpans | None = None,
     loss: Loss | None = None,
     advantages: Estimator = group_normalized,
     epochs: int = 1,
@@ -244,39 +284,66 @@ def distillation(
             more variance.
         hints: column of token ids that the teacher reads in place of `prompt_ids`, such as a prompt
             with the solution. With the student's own model as the teacher, this is self-distillation.
-        loss: default `Distillation()`, or `PolicyLoss()` for `top=0`.
+        tokenizers: a teacher with another tokenizer, which reads the responses in its own tokens and
+            the prompts in the column `hints` (default: `teacher_prompt_ids`). Without `top=0`, the
+            teacher computes twice: its likeliest tokens, and the log-probabilities of longer spans.
+        loss: default `Distillation()`, or `PolicyLoss()` for `top=0`. With `tokenizers`, longer spans
+            train the `policy` of a `Distillation`, multiplied by its weight.
     """
     ways: dict[str, Any] = {"reward": reward, "harness": harness, "env": env}
     rewarded = any(way is not None for way in ways.values())
     if loss is None:
-        loss = Distillation(policy=PolicyLoss() if rewarded else None) if top else PolicyLoss()
-    _check(loss, top, rewarded, teacher)
+        policy = PolicyLoss() if rewarded or tokenizers else None
+        loss = Distillation(policy=policy) if top else PolicyLoss()
+    _check(loss, top, rewarded, teacher, tokenizers, sampling)
+    samples: Any
     if rewarded:
         samples = scored(prompts, rollout=rollout, **ways, n=n, sampling=sampling)
     else:
         samples = rollout.generate(prompts, n=n, sampling=sampling)
     read: dict[str, Any] = {} if hints is None else {"prompts": hints}
-    if not top:
-        samples = teacher.logprobs(samples, into=str(REFERENCE_LOGPROBS), **read)  # pyright: ignore[reportAttributeAccessIssue]
-    elif isinstance(teacher, Mapping):
-        for value, group in teacher.items():
-            samples = group.top_logprobs(samples, top=top, where=(by, value), **read)
-    else:
-        samples = teacher.top_logprobs(samples, top=top, **read)
+    of_teacher = REFERENCE_LOGPROBS
+    if tokenizers is not None:
+        samples = cast(Any, retokenized(samples, tokenizers=tokenizers))
+        read = {"prompts": hints or str(TEACHER_PROMPT_IDS), "of": str(TEACHER_RESPONSE_IDS)}
+        of_teacher = TEACHER_RESPONSE_LOGPROBS
+    if tokenizers is not None or not top:
+        samples = teacher.logprobs(samples, into=str(of_teacher), **read)  # pyright: ignore[reportAttributeAccessIssue]
+    if top and isinstance(teacher, Mapping):
+        parts = tuple(f"teacher_{number}" for number in range(len(teacher)))
+        for part, (value, group) in zip(parts, teacher.items(), strict=True):
+            samples = group.top_logprobs(samples, top=top, where=(by, value), into=part, **read)
+        samples = joined_teachers(samples, parts=parts)
+    elif top and tokenizers is not None:
+        samples = teacher.top_logprobs(samples, top=top, into=UNMAPPED, **read)  # pyright: ignore[reportAttributeAccessIssue]
+        samples = shared_candidates(samples, tokenizers=tokenizers, top=top)
+    elif top:
+        samples = teacher.top_logprobs(samples, top=top, **read)  # pyright: ignore[reportAttributeAccessIssue]
     if needs_forward_pass(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=needs_entropies(loss))
     if rewarded:
-        into = str(ADVANTAGES) if top else _OF_REWARD
+        into = str(ADVANTAGES) if top and tokenizers is None else _OF_REWARD
         samples = group_advantages(samples, estimator=advantages, into=into)
-    if not top:
-        samples = teacher_advantages(samples, base=_OF_REWARD if rewarded else None)
+    base = _OF_REWARD if rewarded else None
+    if tokenizers is not None:
+        weight = loss.weight if isinstance(loss, Distillation) else 1.0
+        samples = span_advantages(samples, weight=weight, base=base, single=not top)
+    elif not top:
+        samples = teacher_advantages(samples, base=base)
     samples = with_covariance(samples, loss=loss.policy if isinstance(loss, Distillation) else loss)
     samples = with_step_weights(samples, loss=loss)
     return actor.update(samples, loss=loss, epochs=epochs, minibatches=minibatches)
 
 
-def _check(loss: Loss, top: int, rewarded: bool, teacher: object) -> None:
-    distills = str(TEACHER_IDS) in loss.reads
+def _check(
+    loss: Loss,
+    top: int,
+    rewarded: bool,
+    teacher: object,
+    tokenizers: SharedSpans | None,
+    sampling: Sampling,
+) -> None:
+    distills, policy = str(TEACHER_IDS) in loss.reads, str(ADVANTAGES) in loss.reads
     if bool(top) != distills:
         raise UserError(
             f"distillation(top={top}, loss={loss!r}): "
@@ -286,14 +353,30 @@ def _check(loss: Loss, top: int, rewarded: bool, teacher: object) -> None:
                 else "without the teacher's tokens the loss must be a PolicyLoss; take one, or top=64"
             )
         )
-    if top and rewarded and str(ADVANTAGES) not in loss.reads:
+    if top and rewarded and not policy:
         raise UserError(
             f"distillation(reward=..., loss={loss!r}): the loss ignores the reward; give it policy=PolicyLoss(), or leave the "
             "reward out"
         )
-    if top and not rewarded and str(ADVANTAGES) in loss.reads:
+    if top and not rewarded and tokenizers is None and policy:
         raise UserError(
             f"distillation(loss={loss!r}): the loss reads advantages, but no node computes a reward; give reward=..., or leave policy out"
         )
-    if not top and isinstance(teacher, Mapping):
-        raise UserError("distillation(top=0) takes one teacher; several need top=1 or more")
+    if (not top or tokenizers) and isinstance(teacher, Mapping):
+        given = f"top={top}" if not top else f"tokenizers={tokenizers!r}"
+        raise UserError(
+            f"distillation({given}) takes one teacher; several need top=1 or more and the student's tokenizer"
+        )
+    if tokenizers is None:
+        return
+    if not policy:
+        raise UserError(
+            f"distillation(tokenizers=..., loss={loss!r}): the loss ignores spans of several tokens, which train by advantages; give it "
+            "policy=PolicyLoss()"
+        )
+    if sampling.truncates:
+        raise UserError(
+            f"distillation(tokenizers=..., sampling={sampling!r}): kept sets hold tokens of the student, which the teacher does not "
+            "have; sample without top_p, top_k, min_p and min_tokens"
+        )
+    tokenizers.check()

@@ -115,6 +115,7 @@ _GSPO = PolicyLoss(
 _RLOO = PolicyLoss(ratio=sequence_product, aggregation=sequence_mean)
 _IPO = PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1))
 _SIMPO = PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)
+_CPO = PreferenceLoss(score=LogLikelihood(), likelihood=1)
 _ORPO = PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)
 
 METHODS: Mapping[str, Method] = {
@@ -137,6 +138,7 @@ METHODS: Mapping[str, Method] = {
     "rpo": Method(dpo, {"loss": PreferenceLoss(likelihood=1)}, PAIRED),
     "ipo": Method(dpo, {"loss": _IPO}, PAIRED),
     "simpo": Method(dpo, {"loss": _SIMPO}, PAIRED),
+    "cpo": Method(dpo, {"loss": _CPO}, PAIRED),
     "orpo": Method(dpo, {"loss": _ORPO}, PAIRED),
     "kto": Method(kto, learning_rate=PAIRED),
     "bco": Method(bco, learning_rate=PAIRED),

@@ -3,6 +3,7 @@
 dpo(pairs, actor=actor, reference=reference)                                        DPO; other losses: `preference_loss.py`
 dpo(pairs, actor=actor, loss=PreferenceLoss(score=LogLikelihood(...), ...))         without a reference: SimPO, ORPO
 online_dpo(prompts, rollout=rollout, reward=reward, actor=actor, reference=reference, n=8)
+aot(pairs, actor=actor, reference=reference)                                        distributions of leads, not single pairs
 kto(responses, actor=actor, reference=reference)                                    single responses, good or bad; also bco
 
 A pair is a group of two rows, whose `preferred` is 1 and 0. Losses that compare them set
@@ -29,6 +30,7 @@ from ..dataflow.column import (
     MISMATCHED_REFERENCE_LOGPROBS,
     OLD_LOGPROBS,
     PREFERRED,
+    QUANTILE_MARGIN,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
     REJECTED_IDS,
@@ -47,7 +49,7 @@ from ..dataflow.tracing import graph
 from .episodes import Episodes
 from .loss import Loss, response_rows
 from .policy_loss import old_logprobs
-from .preference_loss import ClassifierLoss, DesirabilityLoss, PreferenceLoss
+from .preference_loss import ClassifierLoss, DesirabilityLoss, LogLikelihood, PreferenceLoss
 from .protocols import Rewarder, Rollout, Scorer, Trainable
 from .sampling import Sampling
 
@@ -203,6 +205,66 @@ def midpoint(rows: Batch) -> Batch:
 
 
 @node(
+    reads=(PREFERRED, OLD_LOGPROBS, REFERENCE_LOGPROBS),
+    may_read=(RESPONSE_MASK,),
+    writes=(REFERENCE_POINT,),
+)
+def quantile_points(rows: Batch) -> Batch:
+    """Give each response the log-ratio [nats] of a response of the other kind, good or bad, at the same
+    quantile among the rows of this call. Rows without a trained token do not count. Raises a UserError
+    if there are rows of one kind only.
+
+    >>> columns = {"old_logprobs": [[-1.0], [-2.0], [-3.0], [-4.0]], "reference_logprobs": [[-2.0]] * 4}
+    >>> quantile_points(Batch.of(preferred=[1, 1, 0, 0], **columns))["reference_point"].to_pylist()
+    [-1.0, -2.0, 1.0, 0.0]
+    """
+    ratios = _sums(rows, OLD_LOGPROBS) - _sums(rows, REFERENCE_LOGPROBS)
+    counted = response_rows(rows, OLD_LOGPROBS).counted.numpy()
+    good = rows.numpy(PREFERRED) > 0
+    points = np.zeros(len(rows), np.float32)
+    kinds = [np.flatnonzero(counted & kind) for kind in (good, ~good)]
+    if not all(map(len, kinds)) and any(map(len, kinds)):
+        raise UserError(
+            f"quantile_points compares good responses with bad ones, and these {counted.sum()} responses are all "
+            f"{'good' if len(kinds[0]) else 'bad'}; take more prompts per step, or data with both kinds"
+        )
+    ordered = [kind[np.argsort(ratios[kind], kind="stable")] for kind in kinds]
+    for own, other in (ordered, reversed(ordered)):
+        rank = (np.arange(len(own)) + 0.5) / max(1, len(own))
+        points[own] = ratios[other[(rank * len(other)).astype(np.int64)]]
+    return rows.with_columns(reference_point=points)
+
+
+@node(
+    shape=Shape.GROUP,
+    reads=(PREFERRED, OLD_LOGPROBS, REFERENCE_LOGPROBS),
+    may_read=(RESPONSE_MASK,),
+    writes=(QUANTILE_MARGIN,),
+)
+def quantile_margins(rows: Batch, *, beta: float) -> Batch:
+    """Give each pair `beta` times the reference's lead in the pair of the same rank. A lead is the
+    difference of log-probabilities, preferred response minus other. Both the policy's and the
+    reference's leads are ranked over the pairs of this call with trained tokens in both responses.
+
+    >>> columns = {"old_logprobs": [[-1.0], [-2.0], [-1.0], [-4.0]], "reference_logprobs": [[-1.0], [-6.0], [-3.0], [-1.0]]}
+    >>> rows = Batch.of(group_id=[7, 7, 8, 8], preferred=[1, 0, 1, 0], **columns)
+    >>> quantile_margins(rows, beta=0.5)["quantile_margin"].to_pylist()  # the policy's leads are 1 and 3, the reference's 5 and -2
+    [-1.0, -1.0, 2.5, 2.5]
+    """
+    groups, index = rows.groups()
+    signs = np.where(rows.numpy(PREFERRED) > 0, 1.0, -1.0)
+    counted = response_rows(rows, OLD_LOGPROBS).counted.numpy()
+    whole = np.flatnonzero(np.bincount(index[counted], minlength=len(groups)) == 2)
+    policy, reference = (
+        np.bincount(index, weights=signs * _sums(rows, name), minlength=len(groups))[whole]
+        for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS)
+    )
+    margins = np.zeros(len(groups), np.float32)
+    margins[whole[np.argsort(policy, kind="stable")]] = beta * np.sort(reference)
+    return rows.with_columns(quantile_margin=margins[index])
+
+
+@node(
     shape=Shape.GROUP,
     reads=lambda score: (PREFERRED, score),
     may_read=lambda against: (against, RESPONSE_MASK) if against else (RESPONSE_MASK,),
@@ -302,6 +364,42 @@ def bco(
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
     rows = old_logprobs(rows, actor=actor)
     return actor.update(midpoint(rows), loss=loss)
+
+
+@graph
+def aot(
+    preferences: Any,
+    *,
+    actor: Any,
+    reference: Scorer,
+    loss: PreferenceLoss = PreferenceLoss(score=LogLikelihood(), margin=str(QUANTILE_MARGIN)),
+) -> Any:
+    """AOT on pairs (arXiv:2406.05882): the distribution of the policy's leads over pairs is to exceed the
+    reference's at every quantile. DPO asks this of each pair.
+
+    Before each update, the actor's log-probabilities rank its leads. The gradient is exact for one
+    optimizer step per update, because ranks are constant near the current weights. If the schedule runs
+    nodes on parts of a step, each part has its own ranks.
+    """
+    rows = reference.logprobs(pairs(preferences), into=str(REFERENCE_LOGPROBS))
+    rows = old_logprobs(rows, actor=actor)
+    return actor.update(quantile_margins(rows, beta=loss.beta), loss=loss)
+
+
+@graph
+def aot_unpaired(
+    responses: Any, *, actor: Any, reference: Scorer, loss: Loss = ClassifierLoss(), by: str = "label"
+) -> Any:
+    """AOT on the data of `kto` (arXiv:2406.05882): good responses are to have a higher log-ratio than bad
+    ones, quantile by quantile.
+
+    Each response is compared with one of the other kind, so a pair counts twice: the loss equals the
+    paper's, and its gradient is half as large, which AdamW ignores. Otherwise as in `aot`.
+    """
+    rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
+    rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
+    rows = old_logprobs(rows, actor=actor)
+    return actor.update(quantile_points(rows), loss=loss)
 
 
 @graph

@@ -4,15 +4,18 @@ PreferenceLoss()                                                                
 PreferenceLoss(comparison=Logistic(label_smoothing=0.1))                            conservative DPO (cDPO)
 PreferenceLoss(comparison=RobustLogistic(label_smoothing=0.1))                      robust DPO
 PreferenceLoss(beta=1, score=LogRatio(per_token=True), comparison=Squared(tau=0.1)) IPO
+PreferenceLoss(comparison=Exo(label_smoothing=1e-3))                                EXO on pairs
 PreferenceLoss(comparison=Hinge())                                                  the hinge of SLiC, on log-ratios
 PreferenceLoss(comparison=ApoZero())                                                APO-zero; ApoDown(): APO-down
 PreferenceLoss(comparison=NoiseContrastive())                                       NCA on pairs
 PreferenceLoss(comparison=DiscoPop())                                               DiscoPOP
+PreferenceLoss(beta=1, comparison=Sppo(eta=10))                                     SPPO with hard labels
 PreferenceLoss(score=DivergenceRatio(divergence="js"))                              f-DPO
 PreferenceLoss(score=LogRatio(per_token=True))                                      length-normalised DPO
 PreferenceLoss(score=LogRatio(beyond=0.5))                                          LD-DPO
 PreferenceLoss(beta=2, score=LogLikelihood(per_token=True), margin=1)               SimPO
 PreferenceLoss(beta=1, score=LogOdds(), weight=0.1, likelihood=1)                   ORPO
+PreferenceLoss(score=LogLikelihood(), likelihood=1)                                 CPO
 PreferenceLoss(likelihood=1)                                                        DPO with likelihood (RPO)
 PreferenceLoss(on_policy=True)                                                      WPO
 DesirabilityLoss()                                                                  KTO: single responses, good or bad
@@ -201,6 +204,24 @@ class RobustLogistic(Logistic):
         return ((1 - e) * -log_sigmoid(ahead) + e * log_sigmoid(-ahead)) / (1 - 2 * e)
 
 
+class Exo(RobustLogistic):
+    """l = sigmoid(z) log(sigmoid(z) / (1 - e)) + sigmoid(-z) log(sigmoid(-z) / e): the reverse KL from
+    the policy's preference to the label, which is correct with probability 1 - e (EXO,
+    arXiv:2402.00856, eq. 16). e = `label_smoothing` must be above 0; 1e-3 is usual for clean labels.
+
+    `Logistic(label_smoothing=e)` is the forward KL, up to a constant. Both have their minimum at z =
+    log((1 - e) / e), but with the reverse KL, pairs far from it have little gradient.
+
+    >>> Exo(label_smoothing=0.25)(torch.tensor([0.0])).tolist()  # log(4 / 3) / 2
+    [0.1438...]
+    """
+
+    def __call__(self, ahead: Tensor) -> Tensor:
+        log_sigmoid, e = torch.nn.functional.logsigmoid, self.label_smoothing
+        right, wrong = log_sigmoid(ahead), log_sigmoid(-ahead)
+        return right.exp() * (right - math.log1p(-e)) + wrong.exp() * (wrong - math.log(e))
+
+
 class Squared(Config):
     """IPO's loss, l = (z - 1 / (2 tau))^2 (arXiv:2310.12036, eq. 17).
 
@@ -302,6 +323,26 @@ class NoiseContrastive(SeparateComparison):
         return -log_sigmoid(chosen) - (log_sigmoid(-chosen) + log_sigmoid(-rejected)) / 2
 
 
+class Sppo(SeparateComparison):
+    """l = (r_w - eta / 2)^2 + (r_l + eta / 2)^2 (SPPO, arXiv:2405.00675, eq. 4.7, if the preferred
+    response always wins and the other always loses): the log-ratios of both responses move to eta / 2
+    and -eta / 2.
+
+    eta replaces beta: set `PreferenceLoss(beta=1)`. For SPPO's iterations, let the reference follow the
+    policy.
+
+    >>> Sppo(eta=4)(torch.tensor([1.0]), torch.tensor([0.5])).tolist()  # 1 + 6.25
+    [7.25]
+    """
+
+    eta: float = Field(default=10.0, gt=0)
+    """[nats] Target difference between the log-ratios of both responses. Lower it to stay closer to the
+    reference."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return (chosen - self.eta / 2).square() + (rejected + self.eta / 2).square()
+
+
 class PairLoss(FrozenLoss):
     """A loss on pairs: groups of two rows, one of them `preferred`. Counts pairs with a trained
     token in both responses."""
@@ -377,9 +418,9 @@ class PreferenceLoss(PairLoss):
     """Score to compare: `LogRatio`, `LogLikelihood` or `LogOdds`. Choose `LogLikelihood` or
     `LogOdds` to train without a reference."""
     comparison: Callable[..., Any] = Logistic()
-    """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`,
-    `Squared`, `Hinge` or `DiscoPop`; or one of both rewards, without a margin: `ApoZero`, `ApoDown`
-    or `NoiseContrastive`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
+    """Function (beta (s_w - s_l) - margin [P]) -> losses [P]: `Logistic`, `RobustLogistic`, `Exo`,
+    `Squared`, `Hinge` or `DiscoPop`; or one of both rewards, without a margin: `ApoZero`, `ApoDown`,
+    `NoiseContrastive` or `Sppo`. Choose `RobustLogistic` for noisy labels, `Squared` for labels that never
     contradict each other."""
     weight: float = Field(default=1.0, gt=0)
     """[factor] Weight of the comparison term (ORPO's lambda). Lower it to give the likelihood term

@@ -34,13 +34,21 @@ class Scorer(Protocol):
 
 
 class Teacher(Scorer, Protocol):
-    """Computes its likeliest tokens (`workers/reference.py`)."""
+    """Computes its likeliest tokens (`workers/reference.py`, `workers/teacher.py`)."""
 
     def top_logprobs(
-        self, batch: Any, *, top: int, prompts: str = "prompt_ids", where: tuple[str, Any] | None = None
+        self,
+        batch: Any,
+        *,
+        top: int,
+        of: str = "response_ids",
+        prompts: str = "prompt_ids",
+        where: tuple[str, Any] | None = None,
+        into: str = "teacher",
     ) -> Any:
-        """Add `teacher_ids` and `teacher_logprobs`: the `top` likeliest tokens at each position of
-        the responses. `where` names a column and the value of the rows that this teacher scores."""
+        """Add `into`_ids and `into`_logprobs: the `top` likeliest tokens at each position of the column
+        `of`. `where` names a column and the value of the rows that this teacher scores; other rows get
+        empty lists."""
         ...
 
 

@@ -213,6 +213,28 @@ TEACHER_IDS = Column(
 TEACHER_LOGPROBS = Column(
     "teacher_logprobs", FLOATS, "[L * k] nats, of teacher_ids under the teacher", _OF_TEACHER
 )
+TEACHER_PROMPT_IDS = Column(
+    "teacher_prompt_ids",
+    INTS,
+    "[P] the prompt, rendered and tokenised for a teacher with another tokenizer",
+    "the data has it: weft.Prompts.read(..., teacher=MODEL)",
+)
+_OF_SPANS = "the graph aligns it: samples = retokenized(samples, tokenizers=SharedSpans(...)) (weft.algorithms.cross_tokenizer)"
+TEACHER_RESPONSE_IDS = Column(
+    "teacher_response_ids", INTS, "[M] the response in the tokens of a teacher", _OF_SPANS
+)
+STUDENT_SPANS = Column(
+    "student_spans",
+    INTS,
+    "[L] the span of each token, from 0; spans end where tokens of both models end; -1: none",
+    _OF_SPANS,
+)
+TEACHER_SPANS = Column(
+    "teacher_spans", INTS, "[M] the span of each token of teacher_response_ids", _OF_SPANS
+)
+TEACHER_RESPONSE_LOGPROBS = Column(
+    "teacher_response_logprobs", FLOATS, "[M] nats, of teacher_response_ids under the teacher"
+)
 PER_CANDIDATE = frozenset((str(TEACHER_IDS), str(TEACHER_LOGPROBS)))
 """Columns with k values per response token."""
 
@@ -247,6 +269,12 @@ REFERENCE_POINT = Column(
     float32,
     "nats; the log-ratio that responses are compared with: KTO's z0, or BCO's boundary",
 )
+QUANTILE_MARGIN = Column(
+    "quantile_margin",
+    float32,
+    "reward; beta times the reference's lead of the preferred response, in the pair of the same rank",
+    "the graph aot computes it (weft.algorithms.preference)",
+)
 MISMATCHED_LOGPROBS = Column(
     "mismatched_logprobs", FLOATS, "[L] nats, of mismatched_ids under the actor"
 )
@@ -256,7 +284,7 @@ CHOSEN_REFERENCE_LOGPROBS, REJECTED_REFERENCE_LOGPROBS, MISMATCHED_REFERENCE_LOG
 )
 
 DESCRIBED: dict[Column, tuple[Column, ...]] = {
-    PROMPT_IDS: (ROUTES,),
+    PROMPT_IDS: (ROUTES, TEACHER_PROMPT_IDS),
     RESPONSE_IDS: (
         *(RESPONSE_LOGPROBS, RESPONSE_VERSIONS, KEPT_COUNTS, KEPT_IDS, ROUTES, RESPONSE_MASK),
         *(TOKEN_REWARDS, VALUES, RETURNS),
@@ -270,7 +298,8 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
             STEP_LABELS,
         ),
         *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
-        *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE, TOKEN_WEIGHTS),
+        *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE, TOKEN_WEIGHTS, STUDENT_SPANS),
+        *(TEACHER_RESPONSE_IDS, TEACHER_SPANS, TEACHER_RESPONSE_LOGPROBS),
     ),
     CHOSEN_IDS: (CHOSEN_REFERENCE_LOGPROBS, CHOSEN_MASK),
     REJECTED_IDS: (REJECTED_REFERENCE_LOGPROBS, REJECTED_MASK),
@@ -290,7 +319,7 @@ def not_inherited(written: Collection[str]) -> set[str]:
     """Return the columns that new rows do not inherit if their node writes the columns `written`.
 
     >>> sorted(not_inherited(("chosen_ids", "prompt_ids")))
-    ['chosen_mask', 'chosen_reference_logprobs', 'routes']
+    ['chosen_mask', 'chosen_reference_logprobs', 'routes', 'teacher_prompt_ids']
     """
     return {str(c) for ids, columns in DESCRIBED.items() if str(ids) in written for c in columns}
 

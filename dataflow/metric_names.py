@@ -144,6 +144,10 @@ truncated_rows | rows | rows that `mask_truncated` masked because they reached t
     many: raise `max_tokens`
 zero_variance_groups | groups | groups that `drop_zero_variance` dropped | few | many: their
     generation is wasted
+compared_fraction | 0 to 1 | distillation across tokenizers: share of trained tokens that the teacher's
+    tokens cover | above 0.95 | below 0.8: the teacher cannot read special tokens or parts of the text
+one_to_one_fraction | 0 to 1 | distillation across tokenizers: share of trained tokens that are one token
+    of the teacher too | steady | low: most spans compare one number, with more variance
 tied_groups | groups | groups that `best_and_worst` dropped because their rewards are equal or NaN |
     few | many: their generation is wasted
 """,

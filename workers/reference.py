@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from pydantic import Field
 
 from ..dataflow.batch import Batch
@@ -18,8 +17,6 @@ from ..dataflow.column import (
     REFERENCE_LOGPROBS,
     RESPONSE_IDS,
     ROUTES,
-    TEACHER_IDS,
-    TEACHER_LOGPROBS,
     TEMPERATURE,
 )
 from ..dataflow.errors import UserError, WeightSyncError
@@ -38,8 +35,8 @@ if TYPE_CHECKING:
 
 OF_TEACHER: Mapping[str, Any] = {
     "dispatch": Dispatch.SPLIT_BY_DP,
-    "reads": lambda prompts, where: (prompts, RESPONSE_IDS, *([] if where is None else [where[0]])),
-    "writes": (TEACHER_IDS, TEACHER_LOGPROBS),
+    "reads": lambda of, prompts, where: (prompts, of, *([] if where is None else [where[0]])),
+    "writes": lambda into: (f"{into}_ids", f"{into}_logprobs"),
 }
 """Declaration of `top_logprobs`, apart from optional columns."""
 
@@ -98,25 +95,30 @@ class ReferenceWorker(EngineWorker):
             rows = rows.select([column for column in rows.columns if column != str(ROUTES)])
         return batch.with_columns(**{into: self.engine.logprobs(rows)})
 
-    @remote(may_read=(TEMPERATURE, IMAGES, TEACHER_IDS, TEACHER_LOGPROBS), **OF_TEACHER)
+    @remote(may_read=(TEMPERATURE, IMAGES), **OF_TEACHER)
     def top_logprobs(
         self,
         batch: Batch,
         *,
         top: int = 64,
+        of: str = str(RESPONSE_IDS),
         prompts: str = str(PROMPT_IDS),
         where: tuple[str, Any] | None = None,
+        into: str = "teacher",
     ) -> Batch:
         """Compute the likeliest tokens at each position of the responses, at the sampling temperature:
         `teacher_ids` [L * top] int32 and `teacher_logprobs` [L * top] float32 nats.
 
         Args:
             top: tokens per position; at most the vocabulary. A row needs 8 bytes for each.
+            of: the column of the response that this model reads, [L] int32.
             prompts: the column of the prompt that this model reads, [P] int32.
-            where: a column and a value; other rows keep the tokens of another teacher.
+            where: a column and a value; other rows get no tokens.
+            into: the columns to write, `into`_ids and `into`_logprobs.
         """
         self._check_whole()
-        return with_teacher(batch, prompts, where, lambda rows: self.engine.top_logprobs(rows, top))
+        scores = lambda rows: self.engine.top_logprobs(rows, top)  # noqa: E731
+        return with_teacher(batch, scores, of=of, prompts=prompts, where=where, into=into)
 
     def _check_whole(self) -> None:
         if not self._whole:
@@ -202,21 +204,23 @@ def check_top(name: str, top: object) -> None:
 
 
 def with_teacher(
-    batch: Batch, prompts: str, where: tuple[str, Any] | None, score: Callable[[Batch], Scores]
+    batch: Batch,
+    score: Callable[[Batch], Scores],
+    *,
+    of: str,
+    prompts: str,
+    where: tuple[str, Any] | None,
+    into: str,
 ) -> Batch:
-    """Add `teacher_ids` and `teacher_logprobs` to the rows that `where` selects, with prompts from
-    the column `prompts`. Other rows keep those of another teacher, or get none yet."""
-    rows = batch.with_columns(prompt_ids=batch[prompts])
+    """Add `into`_ids and `into`_logprobs to the rows that `where` selects, with responses and prompts
+    from the columns `of` and `prompts`. Other rows get empty lists."""
+    rows = batch.with_columns(response_ids=batch[of], prompt_ids=batch[prompts])
     mine = np.arange(len(batch))
     if where is not None:
         mine = np.flatnonzero([value == where[1] for value in batch[where[0]].to_pylist()])
     logprobs, ids, cu_seqlens = score(rows.take(mine))
-    ends = cu_seqlens * ids.shape[1]
-    made = Batch.of(teacher_ids=(ids.ravel(), ends), teacher_logprobs=(logprobs.ravel(), ends))
-    index = np.arange(len(batch))
-    index[mine] = len(batch) + np.arange(len(mine))
-    columns: dict[str, pa.Array] = {}
-    for column in (TEACHER_IDS, TEACHER_LOGPROBS):
-        before = batch[column] if column in batch else pa.array([[]] * len(batch), column.type)
-        columns[str(column)] = pa.concat_arrays([before, made[column]]).take(pa.array(index))
-    return batch.with_columns(**columns)
+    lengths = np.zeros(len(batch), np.int64)
+    lengths[mine] = np.diff(cu_seqlens) * ids.shape[1]
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    made = {f"{into}_ids": (ids.ravel(), ends), f"{into}_logprobs": (logprobs.ravel(), ends)}
+    return batch.with_columns(**made)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, create_model
 
+from ...algorithms.cross_tokenizer import SharedSpans
 from ...algorithms.sampling import Sampling
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.sample_buffer import BufferConfig, expected_rows
@@ -22,6 +23,7 @@ from ...dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
     RESPONSE_VERSIONS,
+    TEACHER_RESPONSE_IDS,
 )
 from ...dataflow.config import Config
 from ...dataflow.errors import UserError, nearest
@@ -152,20 +154,30 @@ def check_workers(graphs: Iterable[Graph]) -> None:
 
 def check_tokenizers(graph: Graph) -> None:
     """Check that token ids mean the same for all models that read or sample them."""
-    ids = {str(column) for column in (PROMPT_IDS, *_RESPONSES)}
-    models: dict[str, str | Path] = {}
-    for node in graph.nodes:
-        model = getattr(graph.handles[node.group].config, "model", None) if node.group else None
-        if node.group and model is not None and ids & {*node.reads, *node.writes}:
-            models[node.group] = model
+    given = [node.arguments.get("tokenizers") for node in graph.nodes]
+    spans = [value for value in given if isinstance(value, SharedSpans)]
+    hint = "give both models with the same tokenizer"
+    if not spans and "distillation" in (graph.name, *(n for node in graph.nodes for n in node.path)):
+        hint += ", or let the teacher read the text: distillation(..., tokenizers=SharedSpans(student=..., teacher=...))"
+    for columns, side in (((PROMPT_IDS, *_RESPONSES), "student"), ((TEACHER_RESPONSE_IDS,), "teacher")):
+        ids = {str(column) for column in columns}
+        models: dict[str, str | Path] = {}
+        for node in graph.nodes:
+            model = getattr(graph.handles[node.group].config, "model", None) if node.group else None
+            if node.group and model is not None and ids & {*node.reads, *node.writes}:
+                models[f"group {node.group!r}"] = model
+        models |= {f"SharedSpans({side}=...)": getattr(each, side) for each in spans}
+        _check_alike(models, hint)
+
+
+def _check_alike(models: Mapping[str, str | Path], hint: str) -> None:
+    """Check that these models, by what reads their tokens, have equal tokenizers."""
     if not models:
         return
     (first, model), *others = models.items()
-    for group, other in others:
+    for reader, other in others:
         if str(other) != str(model) and (found := different_token(model, other)):
-            raise UserError(
-                f"groups {first!r} and {group!r} read the same token ids, but {found}; give both models with the same tokenizer"
-            )
+            raise UserError(f"{first} and {reader} read the same token ids, but {found}; {hint}")
 
 
 def check_schedule(spec: RunSpec) -> None:

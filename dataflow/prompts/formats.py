@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict
 
 import pyarrow as pa
@@ -313,6 +314,10 @@ class ReadSettings(Config):
     the rows. This also covers rows that exceed the context of one of the run's models: prompts
     without room for a response, and given responses that are too long. The driver finds them before
     it starts workers. Choose "drop" if there is enough data without them."""
+    teacher: str | Path | None = None
+    """Folder or Hugging Face id of a teacher with another tokenizer: render and tokenise each prompt for
+    it too, with its own chat template, as the column `teacher_prompt_ids`. Set it for distillation
+    across tokenizers."""
     limit: int | None = Field(default=None, ge=1)
     """[rows] Maximum number of rows to read. None reads all. Set it for a trial run."""
 
@@ -344,4 +349,5 @@ class ReadArguments(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any]
     max_prompt_tokens: int | None
     too_long: TooLong
+    teacher: str | Path | None
     limit: int | None

@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from ..batch import Batch
-from ..column import IDENTITY, IMAGES
+from ..column import IDENTITY, IMAGES, TEACHER_PROMPT_IDS
 from ..errors import UserError
 from ..json_values import CANNOT_HOLD, is_json, joined, readable_by_arrow
 from ..untrusted_text import beginning, both_ends, one_line
@@ -413,7 +413,7 @@ _WRITTEN = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 
 _MASKS = ("response_mask", "chosen_mask", "rejected_mask")
 
-_RENAMED = (*map(str, IDENTITY), *_MASKS)
+_RENAMED = (*map(str, IDENTITY), *_MASKS, str(TEACHER_PROMPT_IDS))
 """Columns that Weft adds to rows. Weft renames the file's columns of these names to `file_NAME`."""
 
 _MEDIA = ("video", "videos", "audio", "audios")
@@ -570,6 +570,7 @@ class Prompts:
     @classmethod
     def _of(cls, exact: Rows, source: str | Path | Tokenizer, how: ReadSettings) -> Prompts:
         _refuse_columns(exact)
+        unchanged = exact
         names = [f"file_{name}" if name in _RENAMED else name for name in exact.table.column_names]
         exact = replace(exact, table=exact.table.rename_columns(names))
         # Texts, messages and images need plain types; other columns stay exact.
@@ -626,6 +627,9 @@ class Prompts:
             images = images and replace(images, values=images.values.take(pa.array(source_rows)))
         result = _with_the_rest(made, exact.table, answers, images)
         own = {*made.column_names, *(["answer"] if answers else []), *([str(IMAGES)] if images else [])}
+        if how.teacher is not None:
+            theirs, column = _prompts_of_teacher(unchanged, how, len(result)), str(TEACHER_PROMPT_IDS)
+            result, own = result.append_column(column, theirs), {*own, column}
         kept = frozenset(result.column_names) - own
         whole = cls(exact.name, result, format.name, dropped, how.too_long, kept, understood)
         if how.max_prompt_tokens is None:
@@ -856,6 +860,19 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+
+def _prompts_of_teacher(exact: Rows, how: ReadSettings, rows: int) -> pa.ChunkedArray:
+    """Return the prompts in the tokens of `how.teacher`, for this number of rows."""
+    assert how.teacher is not None
+    settings = how.model_copy(update={"teacher": None, "max_prompt_tokens": None})
+    theirs = Prompts._of(exact, how.teacher, settings)  # pyright: ignore[reportPrivateUsage]
+    if len(theirs) != rows:
+        raise exact.error(
+            f"teacher={str(how.teacher)!r}: its chat template makes {len(theirs):,} rows of the conversations, and the student's "
+            f"{rows:,}; leave train_on='all' out"
+        )
+    return theirs.table.column("prompt_ids")
 
 
 def _with_useful_masks(made: pa.Table) -> pa.Table:

@@ -27,6 +27,7 @@ from weft.algorithms.corrections import (
     TruncatedImportance,
 )
 from weft.algorithms.covariance import ClipCov, CovarianceRule, KlCov
+from weft.algorithms.cross_tokenizer import SharedSpans
 from weft.algorithms.distillation import Distillation, Jsd
 from weft.algorithms.graders.math import Gsm8k
 from weft.algorithms.graders.procedural import ReasoningGym
@@ -42,6 +43,7 @@ from weft.algorithms.preference_loss import (
     LogRatio,
     PairLoss,
     PreferenceLoss,
+    Sppo,
     Squared,
 )
 from weft.algorithms.reward_model import RewardLoss
@@ -184,6 +186,7 @@ SECTIONS = (
                 KlCov,
                 Distillation,
                 Jsd,
+                SharedSpans,
                 ValueLoss,
             ),
             *(
@@ -197,6 +200,7 @@ SECTIONS = (
                 DivergenceRatio,
                 DiscoPop,
                 Logistic,
+                Sppo,
             ),
             *(Squared, DesirabilityLoss, RewardLoss),
         ),

@@ -5,10 +5,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
+from weft.algorithms.loss import response_rows
 from weft.algorithms.methods import supervised
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.algorithms.preference import (
+    aot,
+    aot_unpaired,
     bco,
     best_and_worst,
     compare,
@@ -19,6 +23,8 @@ from weft.algorithms.preference import (
     online_dpo,
     pairs,
     pairs_with_reference,
+    quantile_margins,
+    quantile_points,
     reference_of_pairs,
     reference_point,
 )
@@ -178,6 +184,112 @@ def test_bco_reads_the_actor_before_the_update():
     graph = bco(LABELLED, **handles("actor", "reference"))
     assert [node.operation.name for node in graph.nodes][-3:] == ["logprobs", "midpoint", "update"]
     assert "reference_point" in graph["actor.update"].reads
+
+
+def leads(rows: Batch, column: str) -> dict[int, float]:
+    """Return the lead of the preferred response of each group."""
+    found: dict[int, float] = {}
+    for row in rows.record.to_pylist():
+        trained = [v for v, m in zip(row[column], row["response_mask"], strict=True) if m]
+        sign = 1 if row["preferred"] else -1
+        found[row["group_id"]] = found.get(row["group_id"], 0.0) + sign * sum(trained)
+    return found
+
+
+def scored_pairs(number: int, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 5, 2 * number)
+    columns = {
+        name: [rng.normal(-2, 1, n).astype(np.float32) for n in lengths]
+        for name in ("old_logprobs", "reference_logprobs")
+    }
+    masks = [(rng.random(n) < 0.7).astype(np.uint8) for n in lengths]
+    for mask in masks:
+        mask[0] = 1
+    masks[5][:] = 0  # half a pair without trained tokens
+    order = rng.permutation(2 * number)
+    identity = {"group_id": 10 + np.arange(2 * number) // 2, "preferred": 1 - np.arange(2 * number) % 2}
+    return Batch.of(**identity, **columns, response_mask=masks).take(order)
+
+
+def test_aot_compares_sorted_leads():
+    """The mean over ranks of f(policy's lead of the rank - reference's lead of the rank)."""
+    rows = scored_pairs(8)
+    margins = quantile_margins(rows, beta=0.1)["quantile_margin"].to_pylist()
+    policy, reference = leads(rows, "old_logprobs"), leads(rows, "reference_logprobs")
+    whole = [group for group in policy if group != 12]
+    expected = np.sort([policy[g] for g in whole]) - np.sort([reference[g] for g in whole])
+    lead_of = dict(zip(rows["group_id"].to_pylist(), margins, strict=True))
+    found = [policy[group] - lead_of[group] / 0.1 for group in sorted(whole, key=policy.__getitem__)]
+    assert found == pytest.approx(expected.tolist(), abs=1e-5) and lead_of[12] == 0
+    assert {*zip(rows["group_id"].to_pylist(), margins, strict=True)} == {*lead_of.items()}
+
+
+def test_aot_has_the_gradient_of_sorted_leads():
+    rows = scored_pairs(8)
+    loss = PreferenceLoss(score=LogLikelihood(), margin="quantile_margin")
+    rows = quantile_margins(rows, beta=loss.beta)
+    columns = ("group_id", "preferred", "reference_logprobs", "quantile_margin", "old_logprobs")
+    packed = response_rows(rows, "old_logprobs", *columns)
+    logprobs = packed["old_logprobs"].clone().requires_grad_()
+    [ours] = torch.autograd.grad(loss(logprobs, packed)[0], logprobs)
+    again = packed["old_logprobs"].double().requires_grad_()
+    sums = packed.sums(packed.trained.double() * again)
+    known = packed.sums(packed.trained.double() * packed["reference_logprobs"].double())
+    pairs_of = [
+        [
+            next(k for k in range(16) if packed["group_id"][k] == g and packed["preferred"][k] == side)
+            for side in (1, 0)
+        ]
+        for g in range(10, 18)
+        if g != 12
+    ]
+    policy, reference = (torch.stack([of[w] - of[r] for w, r in pairs_of]) for of in (sums, known))
+    ahead = policy.sort().values - reference.sort().values
+    [right] = torch.autograd.grad(-torch.sigmoid(0.1 * ahead).log().sum(), again)
+    torch.testing.assert_close(ours.double(), right, atol=1e-6, rtol=1e-5)
+
+
+def test_unpaired_aot_compares_good_and_bad_responses_of_the_same_rank():
+    rows = scored_pairs(8)
+    found = quantile_points(rows)
+    read = rows.record.to_pylist()
+    ratios = [
+        sum(
+            a - b
+            for a, b, m in zip(
+                row["old_logprobs"], row["reference_logprobs"], row["response_mask"], strict=True
+            )
+            if m
+        )
+        for row in read
+    ]
+    kinds = {
+        good: sorted(
+            (k for k in range(16) if read[k]["preferred"] == good and any(read[k]["response_mask"])),
+            key=ratios.__getitem__,
+        )
+        for good in (1, 0)
+    }
+    points = found["reference_point"].to_pylist()
+    assert (len(kinds[1]), len(kinds[0])) == (8, 7), "one bad response has no trained token"
+    for good, bad in ((1, 0), (0, 1)):
+        own, other = kinds[good], kinds[bad]
+        for rank, row in enumerate(own):
+            partner = other[int((rank + 0.5) / len(own) * len(other))]
+            assert points[row] == pytest.approx(ratios[partner], abs=1e-5)
+    alone = rows.take(np.flatnonzero(rows.numpy("preferred")))
+    with pytest.raises(UserError, match=r"these 8 responses are all good; take more prompts per step"):
+        quantile_points(alone)
+    assert len(quantile_points(alone.slice(0, 0))) == 0
+
+
+def test_aot_reads_the_actor_before_the_update():
+    for graph, column in (
+        (aot(PAIRS, **handles("actor", "reference")), "quantile_margin"),
+        (aot_unpaired(LABELLED, **handles("actor", "reference")), "reference_point"),
+    ):
+        assert "old_logprobs" in graph.nodes[-2].reads and column in graph["actor.update"].reads
 
 
 def test_masked_tokens_stay_out_of_comparisons_and_of_the_reference_point():

@@ -15,6 +15,7 @@ from weft.algorithms.preference_loss import (
     DesirabilityLoss,
     DiscoPop,
     DivergenceRatio,
+    Exo,
     Hinge,
     Logistic,
     LogLikelihood,
@@ -23,6 +24,7 @@ from weft.algorithms.preference_loss import (
     NoiseContrastive,
     PreferenceLoss,
     RobustLogistic,
+    Sppo,
     Squared,
     bradley_terry,
 )
@@ -64,6 +66,12 @@ def discopop(w: torch.Tensor, r: torch.Tensor, **_: Any) -> torch.Tensor:
     z = 0.1 * (w - r)
     gate = torch.sigmoid(z / 0.2)
     return (1 - gate) * -log_sigmoid(z) + gate * torch.exp(-z)
+
+
+def exo(w: torch.Tensor, r: torch.Tensor, **_: Any) -> torch.Tensor:
+    """KL(p || label) of the two outcomes "w wins" and "r wins"."""
+    p = torch.stack([torch.sigmoid(0.1 * (w - r)), torch.sigmoid(0.1 * (r - w))])
+    return (p * (p / torch.tensor([0.8, 0.2], dtype=torch.float64)).log()).sum()
 
 
 CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
@@ -114,6 +122,19 @@ CASES: dict[str, tuple[PreferenceLoss, Any, bool, bool]] = {
         PreferenceLoss(score=DivergenceRatio(divergence="forward_kl")),
         lambda w, r, **_: dpo(-1 / w.exp(), -1 / r.exp()),
         True,
+        False,
+    ),
+    "exo": (PreferenceLoss(comparison=Exo(label_smoothing=0.2)), exo, True, False),
+    "sppo": (
+        PreferenceLoss(beta=1, comparison=Sppo(eta=3)),
+        lambda w, r, **_: (w - 1.5) ** 2 + (r + 1.5) ** 2,
+        True,
+        False,
+    ),
+    "cpo": (
+        PreferenceLoss(score=LogLikelihood(), likelihood=1),
+        lambda w, r, nll: nll + dpo(w, r),
+        False,
         False,
     ),
     "rpo": (PreferenceLoss(likelihood=0.5), lambda w, r, nll: dpo(w, r) + 0.5 * nll, True, False),
@@ -239,6 +260,26 @@ def test_discopop_stays_finite_for_pairs_in_the_wrong_order(z: float, temperatur
     assert loss.item() == pytest.approx(logistic, abs=1e-6) and slope.isfinite()
 
 
+def test_exo_has_the_minimum_of_the_labels_and_little_gradient_far_from_it():
+    odds = math.log(0.75 / 0.25)
+    ahead = torch.tensor([odds, -40.0, 0.0], dtype=torch.float64, requires_grad=True)
+    losses = Exo(label_smoothing=0.25)(ahead)
+    (slope,) = torch.autograd.grad(losses.sum(), ahead)
+    assert losses[0].item() == pytest.approx(0) and slope[0].item() == pytest.approx(0)
+    assert losses[1].item() == pytest.approx(math.log(4)) and abs(slope[1].item()) < 1e-14
+    assert slope[2].item() == pytest.approx(-odds / 4)  # sigmoid'(0) (0 - log 3)
+
+
+def test_sppo_by_hand():
+    columns = {"group_id": [4, 4], "preferred": [1, 0], "reference_logprobs": [-1.0, -1.0]}
+    rows = PackedRows.of([1, 1], **columns)
+    logprobs = torch.tensor([-0.5, -2.0])  # log-ratios 0.5 and -1
+    loss = PreferenceLoss(beta=1, comparison=Sppo(eta=4))
+    assert loss(logprobs, rows)[0].item() == pytest.approx(1.5**2 + 1.0**2)
+    with pytest.raises(UserError, match=r"compares no difference, so margin must be 0, not 1"):
+        PreferenceLoss(comparison=Sppo(), margin=1)
+
+
 @pytest.mark.parametrize(
     ("kind", "formula"),
     [
@@ -316,7 +357,7 @@ def test_metrics_say_who_is_ahead():
 
 def test_extreme_rewards_stay_finite():
     columns = {"group_id": [1, 1], "preferred": [1, 0], "reference_logprobs": [0.0, -1e4]}
-    for name in ("dpo", "cdpo", "robust", "hinge", "rpo"):
+    for name in ("dpo", "cdpo", "robust", "exo", "hinge", "rpo"):
         value, gradient = value_and_gradient(
             EVERY[name], torch.tensor([-1e4, 0.0], requires_grad=True), PackedRows.of([1, 1], **columns)
         )

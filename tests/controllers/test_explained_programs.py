@@ -24,7 +24,7 @@ FILES = {
 }
 DATA: dict[str, str] = {
     **dict.fromkeys(("sft", "kto", "bco"), "answered"),
-    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"),
+    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "cpo", "orpo"), "pairs"),
 }
 TRAIN = 'steps=1, prompts_per_step=4, max_tokens=4, name="run", progress=False'
 

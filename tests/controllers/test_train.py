@@ -45,7 +45,7 @@ PROMPTS = [{"prompt": row["prompt"]} for row in ROWS]
 ANSWERED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS]
 DATA: dict[str, str] = {
     **dict.fromkeys(("sft", "kto", "bco"), "answered"),
-    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "orpo"), "pairs"),
+    **dict.fromkeys(("dpo", "rpo", "ipo", "simpo", "cpo", "orpo"), "pairs"),
 }
 """Method -> file to try it on. The other methods take prompts."""
 SAME = (

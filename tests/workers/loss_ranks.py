@@ -125,6 +125,8 @@ LOSSES: dict[str, Case] = {
     "robust": Case(PreferenceLoss(comparison=preference.RobustLogistic(label_smoothing=0.1))),
     "ipo": Case(PreferenceLoss(beta=1, score=per_token, comparison=preference.Squared(tau=0.1))),
     "apo": Case(PreferenceLoss(comparison=preference.ApoZero())),
+    "exo": Case(PreferenceLoss(comparison=preference.Exo(label_smoothing=0.1))),
+    "sppo": Case(PreferenceLoss(beta=1, comparison=preference.Sppo())),
     "f-dpo, discopop": Case(
         PreferenceLoss(score=preference.DivergenceRatio(), comparison=preference.DiscoPop()),
         tolerance=3e-6,  # its temperature of 0.05 enlarges rounding errors 20 times

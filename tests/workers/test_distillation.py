@@ -10,11 +10,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from toy_tokenizers import save_tokenizer
 from training_rows import make_rows
 
 import weft
 from weft.algorithms.covariance import KlCov
-from weft.algorithms.distillation import Distillation, ForwardKl, distillation
+from weft.algorithms.cross_tokenizer import SharedSpans
+from weft.algorithms.distillation import Distillation, ForwardKl, distillation, joined_teachers
 from weft.algorithms.policy_loss import PolicyLoss
 from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
@@ -62,8 +64,9 @@ def step(models: tuple[Path, Path], root: Path, graph: Any = None, **settings: A
     rollout = weft.group(weft.RolloutWorker, model=str(student), engine="transformers")
     rollout.follows(actor)
     given: dict[str, Any] = {"teacher": weft.group(ReferenceWorker, model=str(teacher)), **settings}
+    given = {"sampling": SAMPLING, **given}
     source = given.pop("source", prompts())
-    made: Graph = distillation(source, rollout=rollout, actor=actor, n=2, sampling=SAMPLING, **given)
+    made: Graph = distillation(source, rollout=rollout, actor=actor, n=2, **given)
     schedule = weft.Synchronous(steps=1, prompts_per_step=4)
     with weft.Driver(made, schedule=schedule, root=root, name="run", progress=False) as driver:
         *_, metrics = driver.run()
@@ -112,7 +115,10 @@ def test_each_teacher_scores_its_own_rows(models: tuple[Path, Path]):
         UserError, match=r"column 'teacher_ids' has 0 values .* every row needs a teacher"
     ):
         student.update(found, loss=Distillation())
-    found = two.top_logprobs(found, top=4, where=("domain", "code"))
+    parts = {"math": one, "code": two}
+    for domain, worker in parts.items():
+        rows = worker.top_logprobs(rows, top=4, where=("domain", domain), into=f"of_{domain}")
+    found = joined_teachers(rows, parts=("of_math", "of_code"))
     for worker, kept in ((one, [0, 2, 4]), (two, [1, 3, 5])):
         own, alone = found.take(np.array(kept)), worker.top_logprobs(rows.take(np.array(kept)), top=4)
         assert own["teacher_ids"].equals(alone["teacher_ids"])
@@ -138,6 +144,20 @@ def test_the_weight_of_the_teacher_matters(models: tuple[Path, Path], tmp_path: 
     }
     assert found[0.0]["weights"] != found[1.0]["weights"]
     assert found[1.0]["actor/divergence"] > 0.01 and found[1.0]["actor/max_logprob_gap"] < 1e-4
+
+
+def test_a_run_has_several_teachers(models: tuple[Path, Path], tmp_path: Path):
+    teachers = {
+        name: weft.group(ReferenceWorker, name=name, model=str(model))
+        for name, model in zip(("same", "other"), models, strict=True)
+    }
+    divergences = [
+        step(models, tmp_path / name, teacher=teachers, source=prompts(teacher=column))[
+            "actor/divergence"
+        ]
+        for name, column in (("mixed", ["same", "same", "other", "other"]), ("one", ["same"] * 4))
+    ]
+    assert divergences[0] > 0.01 and divergences[1] == pytest.approx(0, abs=1e-5)
 
 
 def first_token(response_ids: list[int]) -> float:
@@ -183,6 +203,8 @@ def test_models_with_different_tokens_are_refused(models: tuple[Path, Path], tmp
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(other / "tokenizer.json"))
     with pytest.raises(UserError, match=r"token 3 is 'w3' in .*student and 'w4' in .*other; give both"):
         step((models[0], other), tmp_path / "runs")
+    with pytest.raises(UserError, match=r"or let the teacher read the text: .*tokenizers=SharedSpans"):
+        step((models[0], other), tmp_path / "runs", top=0)
     assert not (tmp_path / "runs" / "run").exists()
 
 
@@ -233,3 +255,100 @@ def test_rows_that_no_teacher_scored_are_refused_and_a_rank_may_have_none(
         assert student.update(found, loss=Distillation())["tokens"].value == 0
     teacher.close()
     student.close()
+
+
+ASCII = "".join(map(chr, range(32, 127)))
+
+
+@pytest.fixture(scope="module")
+def across(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Path]:
+    """A student that writes characters, a teacher with the same tokens, and one that lacks some
+    characters and has pairs of others."""
+    folder = tmp_path_factory.mktemp("across")
+    pairs = [a + b for a in "0123" for b in "4567"]
+    tokens = {"student": (ASCII, ()), "alike": (ASCII, ()), "teacher": (ASCII[:79], pairs)}
+    for name, (characters, merges) in tokens.items():
+        shutil.copytree(models[name != "student"], folder / name)
+        end = "<end>" if name == "teacher" else "</s>"
+        save_tokenizer(folder / name, characters, merges, end=end)
+    return folder / "student", folder / "alike", folder / "teacher"
+
+
+def asked_twice() -> TableSource:
+    ids = [[5, 6], [7, 8, 9], [10], [11, 12]]
+    return TableSource("prompts", pa.table({"prompt_ids": ids, "teacher_prompt_ids": ids}))
+
+
+@pytest.mark.parametrize("top", [0, 6])
+def test_across_equal_tokenizers_distillation_is_plain(
+    top: int, across: tuple[Path, Path, Path], tmp_path: Path
+):
+    student, alike, _ = across
+    plain = step((student, alike), tmp_path / "plain", top=top)
+    tokenizers = SharedSpans(student=student, teacher=alike)
+    found = step(
+        (student, alike), tmp_path / "across", top=top, tokenizers=tokenizers, source=asked_twice()
+    )
+    assert found["weights"] == plain["weights"]
+    assert found["compared_fraction"] == found["one_to_one_fraction"] == 1
+    for name in ("actor/loss", "actor/grad_norm", *(["actor/divergence"] if top else [])):
+        assert found[name] == plain[name]
+
+
+@pytest.mark.parametrize("top", [0, 6])
+def test_a_teacher_with_other_tokens_reads_the_text(
+    top: int, across: tuple[Path, Path, Path], tmp_path: Path
+):
+    student, _, teacher = across
+    tokenizers = SharedSpans(student=student, teacher=teacher)
+    ways: dict[str, Any] = {"top": top, "tokenizers": tokenizers, "source": asked_twice()}
+    found = step((student, teacher), tmp_path / "one", **ways)
+    assert 0.3 < found["compared_fraction"] <= 1 and found["actor/grad_norm"] > 0
+    if not top:
+        return
+    assert found["actor/divergence"] > 0
+    loss = Distillation(weight=0.0, policy=PolicyLoss())
+    off = step((student, teacher), tmp_path / "off", **ways, loss=loss)
+    assert off["actor/grad_norm"] == 0 and off["weights"] != found["weights"]
+
+
+def test_a_teacher_reads_its_own_prompt_and_response(across: tuple[Path, Path, Path]):
+    worker, rows = of_teacher(across[2]), make_rows(3)
+    columns = {"teacher_response_ids": [[4, 5], [], [6]], "teacher_prompt_ids": [[1, 2], [3], [4]]}
+    ways: dict[str, Any] = {"of": "teacher_response_ids", "prompts": "teacher_prompt_ids"}
+    given = rows.with_columns(**columns)
+    found = worker.top_logprobs(given, top=3, **ways)
+    swapped = dict(zip(("response_ids", "prompt_ids"), columns.values(), strict=True))
+    alone = worker.top_logprobs(rows.select(["sample_id", "temperature"]).with_columns(**swapped), top=3)
+    assert found["teacher_ids"].equals(alone["teacher_ids"])
+    assert found["response_ids"].equals(rows["response_ids"])
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"loss": Distillation()},
+            "the loss ignores spans of several tokens, which train by advantages",
+        ),
+        ({"sampling": weft.Sampling(top_p=0.9)}, "kept sets hold tokens of the student"),
+        ({"teacher": {"math": None}}, "takes one teacher; several need top=1 or more"),
+        ({"source": None}, "reads column 'teacher_prompt_ids', which no node writes"),
+        ({"wrong": True}, "group 'teacher' and SharedSpans(teacher=...) read the same token ids, but"),
+    ],
+)
+def test_distillation_across_tokenizers_that_cannot_be_is_refused(
+    settings: dict[str, Any], says: str, across: tuple[Path, Path, Path], tmp_path: Path
+):
+    student, alike, teacher = across
+    given = {"source": asked_twice(), **settings}
+    if given["source"] is None:
+        given["source"] = prompts()
+    named = alike if given.pop("wrong", False) else teacher
+    tokenizers = SharedSpans(student=student, teacher=named)
+    with pytest.raises(UserError) as refused:
+        step((student, teacher), tmp_path, tokenizers=tokenizers, **given)
+    assert says in str(refused.value)

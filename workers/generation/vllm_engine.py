@@ -222,6 +222,28 @@ class VllmEngine:
         """Return the k likeliest tokens at each position of the responses, at temperature 1:
         (log-probabilities [T, k] float32 nats, largest first; token ids [T, k] int32). Raises a
         GenerationError if vLLM refuses a row: prompt and response need a context of one token more."""
+        k = min(k, self._vocabulary)  # vLLM refuses more
+        parts = [
+            _likeliest(flat, len(response), k)
+            for flat, response in zip(self._score(prompts, responses, k), responses, strict=True)
+        ]
+        if not parts:
+            return np.zeros((0, k), np.float32), np.zeros((0, k), np.int32)
+        logprobs, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return logprobs, ids
+
+    def logprobs(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the log-probability of each response token at temperature 1, [T] float32 nats.
+        Raises the error of `top_logprobs`."""
+        found = zip(self._score(prompts, responses, 1), responses, strict=True)
+        own = [np.zeros(0, np.float32), *(_of_tokens(flat, len(response)) for flat, response in found)]
+        return np.concatenate(own)
+
+    def _score(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], k: int
+    ) -> list[Any]:
+        """Return vLLM's flat result for each row: the log-probabilities of each token, and of the k
+        likeliest ones in its place."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -229,7 +251,6 @@ class VllmEngine:
             raise GenerationError(NOT_WHOLE)
         if self._sleeping is not None:
             self._sleeping.wake()
-        k = min(k, self._vocabulary)  # vLLM refuses more
         wanted = SamplingParams(
             max_tokens=1,  # vLLM must sample; the token is discarded
             temperature=0,
@@ -256,20 +277,13 @@ class VllmEngine:
                 if not self._engine.has_unfinished_requests():
                     raise GenerationError("vLLM dropped rows to score")
                 self._step()
-            found = [self._scored[name].prompt_logprobs for name in names]
+            return [self._scored[name].prompt_logprobs for name in names]
         except BaseException:
             self._engine.abort_request(names)
             raise
         finally:
             for name in names:
                 del self._scored[name]
-        parts = [
-            _likeliest(flat, len(response), k) for flat, response in zip(found, responses, strict=True)
-        ]
-        if not parts:
-            return np.zeros((0, k), np.float32), np.zeros((0, k), np.int32)
-        logprobs, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return logprobs, ids
 
     def abort(self, tickets: Collection[int]) -> None:
         keys = [key for key in map(str, tickets) if key in self._requests]
@@ -663,6 +677,13 @@ def _likeliest(flat: Any, number: int, k: int) -> tuple[np.ndarray, np.ndarray]:
         end = flat.end_indices[position]
         logprobs[row], ids[row] = flat.logprobs[end - k : end], flat.token_ids[end - k : end]
     return logprobs, ids
+
+
+def _of_tokens(flat: Any, number: int) -> np.ndarray:
+    """Return the log-probabilities of the tokens at the last positions of vLLM's flat result."""
+    # Each position begins with the prompt's own token.
+    starts = flat.start_indices[len(flat) - number :]
+    return np.array([flat.logprobs[start] for start in starts], np.float32)
 
 
 def _version_name(version: int) -> str:

@@ -226,3 +226,16 @@ def test_templates_that_write_only_blocks_get_texts_in_blocks(tmp_path: Path):
     assert chat.render([USER, BLUE], continue_last=True).endswith("[assistant]It is blue.")
     blocks = [{"type": "text", "text": "What color "}, {"type": "text", "text": "is the sky?"}]
     assert chat.render([{"role": "user", "content": blocks}]) == "[user]What color is the sky?;"
+
+
+def test_a_teacher_has_prompts_of_its_own(qwen: Path, llama: Path) -> None:
+    rows = [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": "2 + 2?"}]}]
+    both = Prompts.from_rows(rows, qwen, teacher=llama, max_prompt_tokens=60, too_long="drop")
+    for tokenizer, column in ((qwen, "prompt_ids"), (llama, "teacher_prompt_ids")):
+        assert both.table.column(column) == Prompts.from_rows(rows, tokenizer).table.column("prompt_ids")
+    assert "teacher_prompt_ids" not in both.file_columns, "it comes from Weft, and not from the file"
+    kept = both.filter(lambda row: "sky" not in row["prompt"])
+    alone = Prompts.from_rows(rows[1:], llama).table
+    assert kept.table["teacher_prompt_ids"].to_pylist() == alone["prompt_ids"].to_pylist()
+    named = Prompts.from_rows([{"prompt": "2 + 2?", "teacher_prompt_ids": [1]}], qwen)
+    assert named.table["file_teacher_prompt_ids"].to_pylist() == [[1]]

@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from engine_model import STOP, VOCABULARY, all_of, prompts_of, published, requests_of, straight_logprobs
 from tokenizers import Tokenizer
 
+from weft.algorithms.distillation import distillation
 from weft.algorithms.sampling import Sampling
 from weft.dataflow.batch import Batch
-from weft.dataflow.errors import GenerationError, SampleError
+from weft.dataflow.errors import GenerationError, SampleError, UserError
+from weft.dataflow.graph import group
+from weft.dataflow.source import TableSource
 from weft.resharding import sources
 from weft.resharding.publisher import WeightPublisher
+from weft.workers.actor import ActorWorker
 from weft.workers.generation.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -26,6 +31,7 @@ from weft.workers.generation.engine import (
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.generation.vllm_engine import VllmEngine
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
+from weft.workers.rollout import RolloutWorker
 from weft.workers.teacher import TeacherWorker
 
 SAMPLINGS = (
@@ -302,4 +308,33 @@ def test_a_teacher_in_vllm_writes_what_a_reference_writes(vllm: VllmEngine, fold
     np.testing.assert_allclose(next(logprobs), next(logprobs), atol=1e-4)
     with pytest.raises(SampleError, match=r"gives probabilities at temperature 1, not 0\.7"):
         teacher.top_logprobs(rows.with_columns(temperature=[1.0, 1.0, 0.7]))
+    found, expected = (
+        one.logprobs(rows, into="own").ragged_numpy("own")[0] for one in (teacher, reference)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    texts = rows.with_columns(theirs=[[3], [4, 5], []], asked=[[7, 8], [9], [5]])
+    ways: dict[str, Any] = {"into": "own", "of": "theirs", "prompts": "asked"}
+    found, expected = (one.logprobs(texts, **ways).ragged_numpy("own") for one in (teacher, reference))
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+    assert found[1].tolist() == expected[1].tolist() == [0, 1, 3, 3]
+    assert len(teacher.logprobs(rows.slice(0, 0), into="own")) == 0
     reference.close()
+
+
+def test_a_teacher_in_vllm_reads_no_kept_sets(folder: Path):
+    source = TableSource("prompts", pa.table({"prompt_ids": [[1]]}))
+    groups: dict[str, Any] = {"rollout": RolloutWorker, "teacher": TeacherWorker, "actor": ActorWorker}
+    handles = {name: group(worker, model=str(folder)) for name, worker in groups.items()}
+    for sampling in (Sampling(), Sampling(top_p=0.9)):
+        [node] = [
+            n
+            for n in distillation(source, **handles, top=0, sampling=sampling).nodes
+            if n.group == "teacher"
+        ]
+        if not sampling.truncates:
+            TeacherWorker.check(handles["teacher"].config, [node], source)
+            continue
+        with pytest.raises(
+            UserError, match=r"'teacher\.logprobs': a TeacherWorker gives probabilities over"
+        ):
+            TeacherWorker.check(handles["teacher"].config, [node], source)
