@@ -187,7 +187,7 @@ class DivergenceRejection(Config):
     tokens. Lower the limit if training is unstable."""
     estimator: Callable[..., Any] = k3
     """Function (logprobs [T], reference_logprobs [T]) -> [T] nats: `k2`, `k3` or `absolute`. `k3` is
-    unbiased; `k2` treats rises and falls of a probability alike."""
+    unbiased. Choose `k2` to treat rises and falls of a probability alike."""
     over: Extent = "token"
     """Tokens that the estimate covers: each alone, or the sum, mean or largest of a response's tokens.
     Choose "max" or "sum" to leave out responses with single bad tokens, "mean" for long responses."""

@@ -128,7 +128,7 @@ class NormalizedImportance(StepCorrection):
     """
 
     importance: TruncatedImportance = TruncatedImportance()
-    """The weights to normalize: `TruncatedImportance(cap, floor, level)`."""
+    """The weights to normalize. Set `TruncatedImportance(cap, floor, level)` for other limits."""
 
     weighs: ClassVar[bool] = True
     compares: ClassVar[tuple[str, ...]] = (str(OLD_LOGPROBS), str(RESPONSE_LOGPROBS))

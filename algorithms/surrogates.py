@@ -168,7 +168,8 @@ class Vespo(Config):
     """[exponent, rate] k and lambda for advantages of 0 or more. Raise lambda to make the weights fade
     sooner when a response becomes more likely, and k when it becomes less likely."""
     negative: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3.0, 2.0)
-    """[exponent, rate] k and lambda for negative advantages, as above."""
+    """[exponent, rate] k and lambda for negative advantages. Raise lambda to make the weights fade sooner
+    when a bad response becomes more likely, and k when it becomes less likely."""
 
     def __call__(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio, bad = ratio.detach(), advantages < 0

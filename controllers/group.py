@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dataflow.buffer.leases import Lease, column_pieces
+from ..dataflow.buffer.leases import ColumnPiece, Lease, column_pieces
 from ..dataflow.buffer.ledger import Ledger
+from ..dataflow.buffer.segments import Segment
 from ..dataflow.column import DRAW_PATH, PROMPT_IDS
 from ..dataflow.errors import UserError, WorkerDied, WorkerError, nearest
 from ..dataflow.graph import SOURCE, Handle, Node
@@ -86,10 +87,15 @@ class Call:
     lost: set[int] = field(default_factory=set)
     """Ranks that failed or died; the driver ignores their replies."""
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rank -> ids of its samples, except samples that it has handed over completely."""
+    num_rows: dict[int, int] = field(default_factory=dict)
+    """Rank -> number of rows that it got at first."""
+    unplaced: int = 0
+    """Number of rows that a rank has handed over and no other has got."""
 
     @property
     def done(self) -> bool:
-        return not self.waiting
+        return not self.waiting and not self.unplaced
 
     @property
     def behind(self) -> bool:
@@ -118,7 +124,7 @@ class Call:
         if reply.done:
             self.waiting.discard(rank)
             self.values[rank] = reply.value
-            self.seconds[rank] = reply.seconds
+            self.seconds[rank] = self.seconds.get(rank, 0.0) + reply.seconds
             self.answered[rank] = now
 
     def lose(self, rank: int) -> None:
@@ -155,6 +161,19 @@ class Call:
         # A worker that cannot read its rows is alive, but its input is lost: treat it as dead.
         kind = WorkerDied if failure.kind is FailureKind.UNREADABLE else WorkerError
         return kind(f"{where}\n{failure.traceback.rstrip()}")
+
+
+class BegunRow(NamedTuple):
+    """A row that a rank has begun to make, for another rank to continue."""
+
+    parent: int
+    """Sample id of its parent."""
+    number: int
+    """Number among the rows of its parent."""
+    id: int
+    """Its sample id."""
+    segment: Segment
+    """Where its columns so far are stored."""
 
 
 def publishes_as_it_goes(node: Node) -> bool:
@@ -365,6 +384,12 @@ class WorkerGroup:
         return [dp for dp in self._replicas if dp not in without] if without else self._replicas
 
     @property
+    def lone_ranks(self) -> set[int]:
+        """Ranks that get rows and are the only rank of their replica."""
+        own = (self._ranks_of[replica] for replica in self.replicas)
+        return {ranks[0] for ranks in own if len(ranks) == 1}
+
+    @property
     def at_work(self) -> UnderWay:
         if not self.out:
             return self.calls
@@ -450,6 +475,7 @@ class WorkerGroup:
         tasks: dict[tuple[tuple[int, ...], bool], Task] = {}
         for rank, share in own.items():
             part, call.shares[rank] = cut[share]
+            call.num_rows[rank] = len(share)
             task = tasks.get((share, rank in keep))
             if task is None:
                 task = tasks[share, rank in keep] = Task(
@@ -459,6 +485,20 @@ class WorkerGroup:
         for rank in keep if by_load else ():
             call.by_load[self.mesh[rank].dp] = call.shares[rank]
         return call
+
+    def continue_rows(self, call: Call, rank: int, begun: Sequence[BegunRow]) -> None:
+        """Call a rank again, which has answered its part of a call, to continue rows of others."""
+        node, ledger, lease = call.node, call.ledger, call.lease
+        assert node is not None and ledger is not None and lease is not None
+        (rows,) = _Rows(ledger, lease).cut([[lease.place_of[row.parent] for row in begun]])
+        ids = np.array([row.id for row in begun], np.int64)
+        so_far = ColumnPiece(node.writes, ids, tuple(dict.fromkeys(row.segment for row in begun)))
+        numbers = np.array([row.number for row in begun], np.int32)
+        rows = replace(rows, pieces=(*rows.pieces, so_far), begun=numbers, made=None)
+        call.waiting.add(rank)
+        call.shares[rank] = tuple(dict.fromkeys((*call.shares[rank], *rows.ids.tolist())))
+        arguments, waits_s = self._sent_arguments(ledger.name, node), gather_s(len(call.ranks))
+        self._submit(rank, Task(call.method, arguments, rows, True, call.number, waits_s), call)
 
     def _sent_arguments(self, graph: str, node: Node) -> Mapping[str, Any]:
         key, worker = (graph, node.name), self.handle.worker_class

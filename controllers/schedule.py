@@ -74,6 +74,11 @@ class Stepwise(Config):
         """Whether a step starts the longest expected responses first, because it waits for all."""
         return False
 
+    @property
+    def migrates(self) -> bool:
+        """Whether unfinished responses move from busy replicas to idle ones."""
+        return False
+
     def admit(self, train: TrainingRun) -> int:
         """Return the number of groups to issue: a batch for a new step, then replacements for
         dropped groups. The buffer may allow fewer."""
@@ -148,9 +153,13 @@ class Synchronous(Stepwise):
     that long responses share a step and the others are short. Must divide `steps`. Training stays
     on-policy, but the responses of a step are of similar length. Raise it to 8 if a few long
     responses leave replicas idle and prompts repeat."""
+    migrate: bool = False
+    """Move unfinished responses from busy replicas to idle ones, which continue them. Equal runs may
+    then sample different tokens. Set it to True if replicas wait long for the last one, and decoding
+    takes longer for more responses, as on CPUs."""
 
     version_of: ClassVar[VersionOf] = "oldest_token"
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(("rounds",))
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("rounds", "migrate"))
 
     @model_validator(mode="after")
     def _rounds_are_whole(self) -> Synchronous:
@@ -169,6 +178,10 @@ class Synchronous(Stepwise):
     @property
     def longest_first(self) -> bool:
         return True
+
+    @property
+    def migrates(self) -> bool:
+        return self.migrate
 
     def share(self, train: TrainingRun, node: Node, version: int, replicas: int = 1) -> Share | None:
         """Return the rows or groups that a node may claim now, or None."""

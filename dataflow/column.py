@@ -38,7 +38,7 @@ class Column:
 int32, int64, float32, string = pa.int32(), pa.int64(), pa.float32(), pa.string()
 INTS, FLOATS, FLAGS = ragged(int32), ragged(float32), ragged(pa.uint8())
 
-# Identity: columns of every row. A node gets the last three only if it names them.
+# Identity: columns of every row. A node gets the last four only if it names them.
 SAMPLE_ID = Column("sample_id", int64, "unique over all rows of a run")
 GROUP_ID = Column("group_id", int64, "the rows of one prompt instance share it")
 PARENT_ID = Column("parent_id", int64, "sample_id of the parent row; for rows of a source, their own")
@@ -57,7 +57,12 @@ EXPECTED_TOKENS = Column(
     float32,
     "forecast of the length of the child rows; NaN: no earlier rows of the same source row are known",
 )
-IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE, EXPECTED_TOKENS)
+BEGUN_NUMBER = Column(
+    "begun_number",
+    int32,
+    "number of the only child row to make, which another replica began; the row then has the columns of this child so far",
+)
+IDENTITY = (SAMPLE_ID, GROUP_ID, PARENT_ID, DRAW_PATH, MADE_BEFORE, EXPECTED_TOKENS, BEGUN_NUMBER)
 
 # Prompts and generated responses.
 PROMPT = Column("prompt", string, "text of the prompt, after the chat template")

@@ -184,6 +184,8 @@ GROUP/truncation_rate | 0 to 1 | share of responses that reached the token limit
 GROUP/forecast_error | ratio | under `Synchronous`: mean absolute error of the forecasts of response
     lengths, divided by the mean length; missing in the first step | below 0.5 | above
     0.7: lengths are unpredictable, so the longest responses do not start first
+GROUP/moved_responses | count | with `Synchronous(migrate=True)`: unfinished responses that moved
+    to an idle replica
 length_ratio | ratio | mean length of trained responses divided by that of finished responses | near
     1 | below 1: training favors short responses
 mean_trained_length | tokens | mean length of the responses that the step trained on; for agents, of

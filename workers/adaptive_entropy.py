@@ -34,7 +34,7 @@ class AdaptiveEntropyConfig(Config):
     change: float = Field(default=0.005, gt=0)
     """[loss/nat] Change of c after each step. Lower it if the entropy oscillates."""
     largest: float = Field(default=1.0, gt=0)
-    """[loss/nat] Upper limit of c."""
+    """[loss/nat] Upper limit of c. Lower it if the entropy bonus outweighs the reward."""
 
     @model_validator(mode="after")
     def _value_is_within_the_limit(self) -> AdaptiveEntropyConfig:

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +16,15 @@ import numpy as np
 from ..algorithms.sampling import Sampling
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
+    BEGUN_NUMBER,
     DRAW_PATH,
     EXPECTED_TOKENS,
     FINISH_REASON,
     GROUP_ID,
     IDENTITY,
     IMAGES,
+    KEPT_COUNTS,
+    KEPT_IDS,
     MADE_BEFORE,
     PROMPT_IDS,
     RESPONSE_IDS,
@@ -47,11 +50,11 @@ from .generation.engine import (
     generate,
     stable_hash,
 )
-from .generation.longest_first import LongestFirst
+from .generation.longest_first import HandOver, LongestFirst
 from .generation.transformers_engine import TransformersEngine
 from .generation.vllm_engine import VllmEngine
 from .generation.vllm_settings import LORA_RANKS
-from .kept_sets import kept_columns
+from .kept_sets import KeptSets, kept_columns
 from .models.images import ImageReader
 from .models.model_folder import (
     context_of,
@@ -61,7 +64,7 @@ from .models.model_folder import (
 )
 from .models.node_folder import node_folder
 from .node_memory import node_memory
-from .worker import IDLE, Children, Context, Worker, rank_device, remote
+from .worker import IDLE, Children, Context, Unfinished, Worker, rank_device, remote
 
 if TYPE_CHECKING:
     from ..dataflow.graph import Node
@@ -109,6 +112,8 @@ class RolloutWorker(Worker):
         self._vocabulary = read_vocabulary(self._folder)
         self._generating = 0
         """Number of calls that are sampling."""
+        self._hand_over: HandOver | None = None
+        """Request of the driver to the running `generate`."""
         # Requests without a seed must differ between replicas.
         seed = stable_hash(context.seed, context.rank) % 2**31
         reads_images = sees_images(read_model_config(self._folder))
@@ -136,12 +141,12 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         reads=(PROMPT_IDS,),
-        may_read=(DRAW_PATH, MADE_BEFORE, EXPECTED_TOKENS, IMAGES),
+        may_read=(DRAW_PATH, MADE_BEFORE, EXPECTED_TOKENS, BEGUN_NUMBER, IMAGES),
         writes=_writes,
     )
     def generate(
         self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
-    ) -> Generator[tuple[Children, Metrics] | None, Collection[int] | None, None]:
+    ) -> Generator[tuple[Children | Unfinished, Metrics] | None, Collection[int] | None, None]:
         """Sample `n` responses to each prompt.
 
         After each engine step, yields the responses that finished in it. If none did, yields None,
@@ -151,8 +156,9 @@ class RolloutWorker(Worker):
         Args:
             prompts: has the columns `sample_id`, `group_id` and `prompt_ids` ([P] int32). Optional:
                 `draw_path` (in later expansions of a graph), `made_before` (numbers of responses
-                that already exist), `expected_tokens` (starts the longest responses first), and
-                `images`, each with a placeholder in the prompt.
+                that already exist), `expected_tokens` (starts the longest responses first),
+                `begun_number` (continues one response per row, which another replica began and whose
+                columns the row has), and `images`, each with a placeholder in the prompt.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
@@ -181,12 +187,15 @@ class RolloutWorker(Worker):
         self._check_prompts(prompt_ids, images, sample_ids, sampling.max_tokens)
         draws = prompts[DRAW_PATH].to_pylist() if DRAW_PATH in prompts else [[]] * len(prompts)
         made = prompts[MADE_BEFORE].to_pylist() if MADE_BEFORE in prompts else [[]] * len(prompts)
+        begun_numbers = prompts[BEGUN_NUMBER].to_pylist() if BEGUN_NUMBER in prompts else None
+        begun = [] if begun_numbers is None else _begun(prompts)
         requests: list[GenerationRequest] = []
         of_rows: list[range] = []
         """Indexes of the requests of each row."""
         for row, ids in enumerate(prompt_ids):
             first = len(requests)
-            for index in (index for index in range(n) if index not in made[row]):
+            own = range(n) if begun_numbers is None else (begun_numbers[row],)
+            for index in (index for index in own if index not in made[row]):
                 seed = self._seed(int(group_ids[row]), draws[row], ids.tobytes(), index)
                 requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
             of_rows.append(range(first, len(requests)))
@@ -195,11 +204,13 @@ class RolloutWorker(Worker):
         given_up: list[int] = []
         order = slots = None
         if EXPECTED_TOKENS in prompts:
-            order = LongestFirst(of_rows, prompts.numpy(EXPECTED_TOKENS))
+            so_far = {index: len(response.token_ids) for index, response in enumerate(begun)}
+            order = LongestFirst(of_rows, prompts.numpy(EXPECTED_TOKENS), so_far)
             slots = self.config.max_num_seqs
-        steps = generate(self.engine, requests, sampling, order=order, slots=slots)
+        steps = generate(self.engine, requests, sampling, order=order, slots=slots, begun=begun)
         # `send` raises StopIteration when the engine has finished.
         self._generating += 1
+        self._hand_over = None
         try:
             with contextlib.closing(steps), contextlib.suppress(StopIteration):
                 while True:
@@ -212,10 +223,38 @@ class RolloutWorker(Worker):
                         sent = yield children, _metrics(responses)
                     else:
                         sent = yield None
+                    if self._hand_over is not None and (given := steps.send(self._hand_over)):
+                        self._hand_over = None
+                        left.subtract(response.request_id // n for response in given)
+                        unfinished = self._unfinished(given, sample_ids, left, n, sampling)
+                        moved = {"moved_responses": Sum(float(len(given)))}
+                        sent = [*(sent or ()), *((yield unfinished, moved) or ())]
                     rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
                     given_up = [row * n + index for row in rows for index in range(n)]
         finally:
             self._generating -= 1
+
+    @remote(dispatch=Dispatch.ONE_TO_ALL)
+    def hand_over(self, parts: int = 2, min_tokens: int = 0) -> None:
+        """Ask the running `generate` to give up unfinished responses once, for other replicas to
+        continue (see `HandOver`). It does so as soon as it has some to give."""
+        if self._generating:
+            self._hand_over = HandOver(parts, min_tokens)
+
+    def _unfinished(
+        self,
+        given: Sequence[Response],
+        sample_ids: np.ndarray,
+        left: Mapping[int, int],
+        n: int,
+        sampling: Sampling,
+    ) -> Unfinished:
+        kept = KeptSets.whole(0) if self.config.kept_sets and sampling.truncates else None
+        routes = np.zeros(0, np.uint16) if self.config.routes else None
+        # The next engine computes the routes of all tokens.
+        given = [replace(one, kept_sets=one.kept_sets or kept, routes=routes) for one in given]
+        children = _children(given, sample_ids, left, n, sampling)
+        return Unfinished(children.rows, children.numbers, children.finished)
 
     @remote(
         dispatch=Dispatch.SPLIT_BY_DP,
@@ -548,6 +587,22 @@ def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Samp
     if kept := [r.kept_sets for r in responses if r.kept_sets is not None]:
         columns |= kept_columns(kept)
     return Batch.of(parent_id=parent_ids, **columns)
+
+
+def _begun(rows: Batch) -> list[Response]:
+    """Return the response so far of each row of a call that continues responses."""
+    has_kept = KEPT_COUNTS in rows
+    names = (RESPONSE_IDS, RESPONSE_LOGPROBS, RESPONSE_VERSIONS, *(KEPT_COUNTS, KEPT_IDS) * has_kept)
+    columns: list[list[np.ndarray]] = []
+    for name in names:
+        values, offsets = rows.ragged_numpy(name)
+        columns.append(np.split(values, offsets[1:-1]) if len(rows) else [])
+    return [
+        Response(
+            -1, -1, ids, logprobs, versions, "unfinished", None, KeptSets(*kept) if has_kept else None
+        )
+        for ids, logprobs, versions, *kept in zip(*columns, strict=True)
+    ]
 
 
 def _metrics(responses: Sequence[Response]) -> Metrics:

@@ -313,3 +313,16 @@ class Children:
     """[rows] int64: number of each row among its parent's rows, from 0."""
     finished: np.ndarray
     """int64 sample ids of the parents that get no more rows."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Children that an expansion gives up, for another replica to continue. The next worker finds
+    their numbers in the column `begun_number`, and `rows` as further columns."""
+
+    rows: Batch
+    """The children so far, with `parent_id` and all columns that the operation writes."""
+    numbers: np.ndarray
+    """[rows] int64: number of each child among its parent's rows."""
+    left: np.ndarray
+    """int64 sample ids of the input rows that get no more children from this worker."""

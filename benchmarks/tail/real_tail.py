@@ -1,8 +1,8 @@
 """Generation of synchronous steps with two vLLM replicas, a core each.
 
 The engine draws the length of each response: log-normal with a median of 24 tokens, sigma 1 and at
-most 512 tokens. The prompt explains `PROMPT_SHARE` of the variance of the logarithm. Runs in order
-and runs with forecasts and rounds take turns. The first epoch does not count.
+most 512 tokens. The prompt explains `PROMPT_SHARE` of the variance of the logarithm. Runs of all
+schedules take turns. The first epoch does not count.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from long_tailed import (  # pyright: ignore[reportMissingImports] (of `../schedules`)
@@ -37,8 +37,19 @@ from weft.workers.worker import remote
 
 WORK = Work(groups=32, samples=8, median=24.0, sigma=1.0, longest=512, slots=64)
 EPOCH_STEPS, EPOCHS, TURNS = 4, 3, 1
-Calls = list[list[list[tuple[int, float]]]]
-"""Steps of each call on each rank: responses in the batch, and seconds."""
+
+
+class EngineStep(NamedTuple):
+    version: int
+    """Version of the weights, which tells the step of the run."""
+    responses: int
+    context: int
+    """[tokens] Prompts and responses so far, over the whole batch."""
+    began_s: float
+    """[s] On a clock that all processes of the machine share."""
+    seconds: float
+    cpu_s: float
+    """[s] Time on the core. vLLM runs in the thread of the worker."""
 
 
 class TailEngine(VllmEngine):
@@ -47,23 +58,37 @@ class TailEngine(VllmEngine):
     def __init__(self, config: LongTailedConfig, **settings: Any) -> None:
         super().__init__(str(config.model), config, **settings)
         self._median, self._sigma = config.median, config.sigma
-        self.calls: list[list[tuple[int, float]]] = [[]]
-        """[calls] (responses in the batch, seconds) of each step."""
+        self.steps: list[EngineStep] = []
+        self._context: dict[int, int] = {}
+        """Ticket -> tokens of its prompt and response so far."""
 
     def submit(self, request: GenerationRequest, sampling: weft.Sampling) -> int:
         assert request.seed is not None
-        of_prompt = np.random.default_rng(zlib.crc32(request.prompt_ids.tobytes())).standard_normal()
+        prompt = request.prompt_ids[: len(request.prompt_ids) - request.sampled]
+        of_prompt = np.random.default_rng(zlib.crc32(prompt.tobytes())).standard_normal()
         own = np.random.default_rng(request.seed).standard_normal()
         drawn = math.sqrt(PROMPT_SHARE) * of_prompt + math.sqrt(1 - PROMPT_SHARE) * own
         length = int(np.clip(round(self._median * math.exp(self._sigma * drawn)), 1, WORK.longest))
-        return super().submit(request, sampling.model_copy(update={"max_tokens": length}))
+        own = sampling.model_copy(update={"max_tokens": length - request.sampled})
+        ticket = super().submit(request, own)
+        self._context[ticket] = len(request.prompt_ids)
+        return ticket
+
+    def abort(self, tickets: Collection[int]) -> None:
+        super().abort(tickets)
+        for ticket in tickets:
+            self._context.pop(ticket, None)
 
     def step(self) -> list[Response]:
-        number, started = self.num_unfinished, time.perf_counter()
+        number, context = self.num_unfinished, sum(self._context.values())
+        began_s, before_s = time.perf_counter(), time.thread_time()
         found = super().step()
-        self.calls[-1].append((number, time.perf_counter() - started))
-        if not self.num_unfinished:
-            self.calls.append([])
+        seconds, cpu_s = time.perf_counter() - began_s, time.thread_time() - before_s
+        self.steps.append(EngineStep(self.version, number, context, began_s, seconds, cpu_s))
+        for response in found:
+            del self._context[response.ticket]
+        for ticket in self._context:
+            self._context[ticket] += 1
         return found
 
 
@@ -71,63 +96,83 @@ class TailRollout(LongTailedRollout):
     _seed = RolloutWorker._seed
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def engine_calls(self) -> list[list[tuple[int, float]]]:
-        """Return the steps of each call so far."""
+    def engine_steps(self) -> list[EngineStep]:
         assert isinstance(self.engine, TailEngine)
-        return self.engine.calls[:-1]
+        return self.engine.steps
 
     def new_engine(self, **settings: Any) -> TailEngine:
         assert isinstance(self.config, LongTailedConfig)
         return TailEngine(self.config, **settings)
 
 
+@dataclass(frozen=True)
+class Measured:
+    seconds: list[float]
+    """[s] Generation of each step of the run."""
+    ranks: list[list[EngineStep]]
+    """[ranks] of the engine's steps."""
+
+
 def measure() -> Mapping[str, Any]:
     steps: dict[str, Any] = {"steps": EPOCHS * EPOCH_STEPS, "prompts_per_step": WORK.groups}
-    schedules = (InOrder(**steps), weft.Synchronous(**steps, rounds=EPOCH_STEPS))
-    seconds: tuple[list[float], ...] = ([], [])
-    calls: tuple[list[Calls], ...] = ([], [])
+    schedules = {
+        "in order": InOrder(**steps),
+        "with rounds": weft.Synchronous(**steps, rounds=EPOCH_STEPS),
+        "with rounds and migration": weft.Synchronous(**steps, rounds=EPOCH_STEPS, migrate=True),
+    }
+    runs: dict[str, list[Measured]] = {name: [] for name in schedules}
     with tempfile.TemporaryDirectory(prefix="weft-tail-") as root:
         sizes = replace(WORK, warm_up=0, counted=EPOCH_STEPS, tail=0)
         folder = prepare(sizes.workload(), Path(root) / "work")
         for turn in range(TURNS):
-            for k in (0, 1) if turn % 2 == 0 else (1, 0):
-                found, steps_of_ranks = run(schedules[k], folder)
-                seconds[k].extend(found[EPOCH_STEPS:])
-                calls[k].append(steps_of_ranks)
-                name = type(schedules[k]).__name__
-                print(f"  {name}: {', '.join(f'{s:.2f}' for s in found)} s", flush=True)
-    before, after = (float(np.mean(each)) for each in seconds)
-    step_s = line(
-        [step for own in calls for ranks in own for rank in ranks for call in rank for step in call]
+            for name in schedules if turn % 2 == 0 else reversed(schedules):
+                found = run(schedules[name], folder)
+                runs[name].append(found)
+                print(f"  {name}: {', '.join(f'{s:.2f}' for s in found.seconds)} s", flush=True)
+    every = [step for own in runs.values() for one in own for rank in one.ranks for step in rank]
+    step_s = fit(every)
+    said = f"{step_s[0]:.5f} + {step_s[1]:.6f} B + {step_s[2]:.8f} K s"
+    print(f"  a step of B responses with K tokens takes {said}", flush=True)
+    later_s, quiet_s = (
+        {name: float(np.mean([seconds(one) for one in own])) for name, own in runs.items()}
+        for seconds in (
+            lambda one: np.mean(one.seconds[EPOCH_STEPS:]),
+            lambda one: generation_s(one.ranks, step_s),
+        )
     )
-    quiet = [np.mean([generation_s(ranks, step_s) for ranks in own]) for own in calls]
-    print(f"  a step of B responses takes {step_s[1]:.5f} + {step_s[0]:.6f} B s", flush=True)
+    before, rounds, both = later_s.values()
+    quiet_before, _, quiet_both = quiet_s.values()
     return {
-        "real_speedup": round(before / after, 3),
-        "real_speedup_by_steps": round(float(quiet[0] / quiet[1]), 3),
+        "real_speedup": round(before / both, 3),
+        "real_rounds_speedup": round(before / rounds, 3),
+        "real_speedup_by_steps": round(quiet_before / quiet_both, 3),
     }
 
 
-def line(steps: Sequence[tuple[int, float]]) -> np.ndarray:
-    """Fit the seconds of a step to its responses, by the fastest tenth of the steps of each size."""
-    numbers, seconds = (np.array(column) for column in zip(*steps, strict=True))
-    sizes = [size for size in np.unique(numbers) if (numbers == size).sum() >= 10]
-    fastest = [np.quantile(seconds[numbers == size], 0.1) for size in sizes]
-    return np.polyfit(sizes, fastest, 1)
-
-
-def generation_s(ranks: Calls, step_s: np.ndarray) -> float:
-    """Return the mean seconds of the slower rank from the second epoch on, if each step takes the
-    time of its line."""
-    of_ranks = [
-        [sum(float(np.polyval(step_s, number)) for number, _ in call) for call in calls]
-        for calls in ranks
+def fit(steps: Sequence[EngineStep]) -> np.ndarray:
+    """Fit the time of a step on the core to a constant, its responses and their tokens, by the
+    fastest tenth of the steps with about as many of both."""
+    cells: dict[tuple[int, int], list[EngineStep]] = {}
+    for step in steps:
+        cells.setdefault((step.responses, round(4 * math.log2(1 + step.context))), []).append(step)
+    kept = [
+        step for own in cells.values() for step in sorted(own, key=lambda s: s.cpu_s)[: len(own) // 10]
     ]
-    return float(np.max(of_ranks, axis=0)[EPOCH_STEPS:].mean())
+    inputs = np.array([(1.0, step.responses, step.context) for step in kept])
+    return np.linalg.lstsq(inputs, np.array([step.cpu_s for step in kept]), rcond=None)[0]
 
 
-def run(schedule: weft.Synchronous, folder: Path) -> tuple[list[float], Calls]:
-    """Return the seconds of generation of each step, and the engine's steps on each rank."""
+def generation_s(ranks: Sequence[Sequence[EngineStep]], step_s: np.ndarray) -> float:
+    """Return the mean seconds of the slower rank from the second epoch on, if each of its steps takes
+    the time that was fitted."""
+    totals = np.zeros((len(ranks), EPOCHS * EPOCH_STEPS))
+    for rank, steps in enumerate(ranks):
+        for step in steps:
+            totals[rank, step.version] += step_s @ (1.0, step.responses, step.context)
+    return float(totals.max(axis=0)[EPOCH_STEPS:].mean())
+
+
+def run(schedule: weft.Synchronous, folder: Path) -> Measured:
     model = str(folder / "model")
     actor = weft.group(PinnedActor, name="actor", model=model, learning_rate=1e-8, cores=(0, 1))
     rollout = weft.group(
@@ -162,5 +207,5 @@ def run(schedule: weft.Synchronous, folder: Path) -> tuple[list[float], Calls]:
     ) as driver:
         driver.run()
         calls = [c for c in driver.directory.timeline if c["node"] == "rollout.generate"]
-        of_ranks = [own[-len(calls) :] for own in driver.call(rollout, "engine_calls")]
-    return [call["end_s"] - call["start_s"] for call in calls], of_ranks
+        ranks = driver.call(rollout, "engine_steps")
+    return Measured([call["end_s"] - call["start_s"] for call in calls], ranks)

@@ -1,7 +1,8 @@
 """Generation of synchronous steps on the simulator: the real driver, schedule and ledger.
 
 Log-normal lengths with a mean of 2,000 tokens, sigma 1 and at most 16,384 tokens. The prompt
-explains `PROMPT_SHARE` of the variance of their logarithm. Only generation takes time.
+explains `PROMPT_SHARE` of the variance of their logarithm. Only generation takes time, and a moved
+response takes the prefill of its tokens so far.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PROMPTS, SAMPLES, EPOCH_STEPS, EPOCHS = 256, 8, 8, 3
 REPLICAS, SLOTS = 16, 64
 PROMPT_SHARE = 0.7
 DECODE_STEP_S = ((1, 0.015), (256, 0.025))
+PREFILL_S = 1 / 40_000
+"""[s] Prefill time per token, of prompts and of moved responses."""
 OTHER_SHARES = (0.5, 0.9)
 LENGTHS = LogNormal(mean=2000, sigma=1.0, max_tokens=16384, prompt_share=PROMPT_SHARE)
 
@@ -43,9 +46,13 @@ class Generated:
     step_s: np.ndarray
     """[steps] Seconds of generation."""
     idle_s: np.ndarray
-    """[steps] Seconds that a replica waits for the last one, mean over replicas."""
+    """[steps] Seconds without work of a replica, mean over replicas."""
     prompt_tokens: np.ndarray
     """[groups] Mean length of the responses of each group, from the second epoch on."""
+    longest_s: np.ndarray
+    """[steps] Seconds of the longest response if nothing else is in its batch."""
+    moved: float
+    """Responses that moved, mean over steps."""
     error: float
     """Error of the forecasts in the last epoch."""
 
@@ -57,30 +64,36 @@ def measure() -> Mapping[str, Any]:
         workload = Workload("tail", num_prompts=prompts, max_tokens=LENGTHS.max_tokens, **sizes)
         folder = prepare(workload, Path(root) / "work")
         steps: dict[str, Any] = {"steps": EPOCHS * EPOCH_STEPS, "prompts_per_step": PROMPTS}
-        runs = {
-            "in order": run(InOrder(**steps), folder),
-            "longest first": run(weft.Synchronous(**steps), folder),
-            "with rounds": run(weft.Synchronous(**steps, rounds=EPOCH_STEPS), folder),
+        in_rounds: dict[str, Any] = {**steps, "rounds": EPOCH_STEPS}
+        schedules = {
+            "in order": InOrder(**steps),
+            "longest first": weft.Synchronous(**steps),
+            "with migration": weft.Synchronous(**steps, migrate=True),
+            "with rounds": weft.Synchronous(**in_rounds),
+            "with both": weft.Synchronous(**in_rounds, migrate=True),
         }
+        runs = {name: run(schedule, folder) for name, schedule in schedules.items()}
         sampled = run(InOrder(**steps), folder, seed=1)
-        schedules = (InOrder(**steps), weft.Synchronous(**steps, rounds=EPOCH_STEPS))
         others = {
-            share: [run(schedule, folder, share=share) for schedule in schedules]
+            share: [run(schedules[name], folder, share=share) for name in ("in order", "with both")]
             for share in OTHER_SHARES
         }
     first, later = slice(0, EPOCH_STEPS), slice(EPOCH_STEPS, None)
     for name, each in runs.items():
         seconds, idle_s = each.step_s[later].mean(), each.idle_s[later].mean()
-        said = f"{seconds:.1f} s, idle {idle_s:.1f} s, forecast error {each.error:.2f}"
+        said = f"{seconds:.1f} s, idle {idle_s:.1f} s, moved {each.moved:.0f}, forecast error {each.error:.2f}"
         print(f"  {name}: {said}; last epoch {each.step_s[-EPOCH_STEPS:].round().tolist()}")
-    in_order, longest_first, rounds = runs.values()
-    idle_change = rounds.idle_s[later].mean() / in_order.idle_s[later].mean() - 1
-    others |= {PROMPT_SHARE: [in_order, rounds]}
+    in_order, longest_first, migration, rounds, both = runs.values()
+    idle_change = both.idle_s[later].mean() / in_order.idle_s[later].mean() - 1
+    others |= {PROMPT_SHARE: [in_order, both]}
     by_share = {share: ratio(*(each.step_s[later] for each in own)) for share, own in others.items()}
     return {
         "sync_speedup_256": by_share[PROMPT_SHARE],
         "sync_speedup_by_share": {share: by_share[share] for share in sorted(by_share)},
         "longest_first_speedup_256": ratio(in_order.step_s[later], longest_first.step_s[later]),
+        "migration_speedup_256": ratio(in_order.step_s[later], migration.step_s[later]),
+        "rounds_speedup_256": ratio(in_order.step_s[later], rounds.step_s[later]),
+        "longest_alone_speedup_256": ratio(in_order.step_s[later], both.longest_s[later]),
         "first_epoch_speedup_256": ratio(in_order.step_s[first], longest_first.step_s[first]),
         "tail_idle_change": round(float(idle_change), 3),
         "length_bias": bias(rounds.prompt_tokens, sampled.prompt_tokens),
@@ -114,7 +127,11 @@ def run(schedule: Any, folder: Path, *, seed: int = 0, share: float = PROMPT_SHA
     )
     lengths = LENGTHS.model_copy(update={"prompt_share": share})
     costs = CostModel(
-        nodes={"rollout.generate": Generation(lengths=lengths, decode_step_s=DECODE_STEP_S)}
+        nodes={
+            "rollout.generate": Generation(
+                lengths=lengths, decode_step_s=DECODE_STEP_S, prefill_s=PREFILL_S
+            )
+        }
     )
     placement = {"rollout": weft.Place(weft.ResourcePool("generating", cpus=REPLICAS), REPLICAS)}
     with (
@@ -134,13 +151,22 @@ def run(schedule: Any, folder: Path, *, seed: int = 0, share: float = PROMPT_SHA
         metrics = driver.run()
         calls = [c for c in driver.directory.timeline if c["node"] == "rollout.generate"]
         tokens: dict[int, list[int]] = {}
+        longest: dict[int, int] = {}
         for record in LogReader(driver.directory.path / BUFFER / LOG):
             if record["do"] == "publish" and record.get("parents"):
                 for parent, own in zip(record["parents"], record["tokens"], strict=True):
                     tokens.setdefault(parent, []).append(own)
+                longest[record["lease"]] = max(longest.get(record["lease"], 0), *record["tokens"])
     step_s = np.array([c["end_s"] - c["start_s"] for c in calls])
-    idle_s = np.array([np.mean([c["end_s"] - one["end_s"] for one in c["by_rank"]]) for c in calls])
+    busy_s = np.array([np.mean([one["worker_s"] for one in c["by_rank"]]) for c in calls])
     errors = [row["rollout/forecast_error"] for row in metrics if row.get("rollout/forecast_error")]
     of_groups = np.array([np.mean(own) for _, own in sorted(tokens.items())])
     later = of_groups[PROMPTS * EPOCH_STEPS :]
-    return Generated(step_s, idle_s, later, float(np.mean(errors[-EPOCH_STEPS:] or [np.nan])))
+    return Generated(
+        step_s,
+        step_s - busy_s,
+        later,
+        longest_s=DECODE_STEP_S[0][1] * np.array([longest[lease] for lease in sorted(longest)]),
+        moved=float(np.mean([row.get("rollout/moved_responses") or 0 for row in metrics[1:]])),
+        error=float(np.mean(errors[-EPOCH_STEPS:] or [np.nan])),
+    )

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from ...dataflow.buffer.leases import Published, Spread, Written
 from ...dataflow.buffer.ledger import Ledger
@@ -28,6 +29,7 @@ from ..recovery.failures import Failures
 from ..recovery.saving import Saving
 from ..run_spec import RunHistory, RunSpec
 from ..weight_sync import WeightSync
+from .migration import Migration
 from .throughput import Throughput
 
 # Device turns of groups that share the devices of a pool
@@ -166,6 +168,7 @@ class Calls:
         self._saving = saving
         nodes = [node for run in graph_runs for node in run.graph.nodes]
         self._devices = _DeviceTurns(weights, _partners(nodes, groups))
+        self._migration = Migration(on=spec.schedule.migrates)
         self._queue: deque[CallRequest] = deque()
         self._then: dict[Call, Then] = {}
         self.under_way = UnderWay()
@@ -239,6 +242,7 @@ class Calls:
         call.group.watch(call)
         self.under_way.add(call)
         self._then[call] = request.then
+        self._migration.begin(call)
         if call.done:  # no rank got any rows
             self._end(call)
 
@@ -282,7 +286,8 @@ class Calls:
             self._take(event)
         for call, own in rows.items():
             self._publish(call, own)
-        return {call.ledger.name for call in rows if call.ledger} if alone else set()
+        self._move_rows()
+        return {call.ledger.name for call in rows if call.ledger} if alone and not self._queue else set()
 
     def withdraw_rows(self) -> None:
         """Tell calls which rows a quorum no longer needs; cancel generation whose lease expired."""
@@ -318,10 +323,16 @@ class Calls:
             if requests is not None:
                 return self._queue_repairs(requests)
         if void:  # too late: its rows and their metrics belong to another lease
-            reply = replace(reply, done=reply.is_last, failure=None, metrics={}, published=None)
+            nothing: dict[str, Any] = {"failure": None, "published": None, "handed_over": None}
+            reply = replace(reply, done=reply.is_last, metrics={}, **nothing)
         call.take_reply(event.rank, reply, self._clock())
         if reply.published is not None:
-            self._accept(call, [event.rank], reply.published, reply.segment)
+            published = self._migration.publishes(call, event.rank, reply.published)
+            self._accept(call, [event.rank], published, reply.segment)
+        if reply.handed_over is not None:
+            assert reply.segment is not None
+            self._buffer.store.published(reply.segment)
+            self._migration.hands_over(call, event.rank, reply.handed_over, reply.segment)
         if call.done:
             self._end(call)
 
@@ -336,7 +347,7 @@ class Calls:
             reply = event.reply
             call.take_reply(event.rank, reply, self._clock())
             assert reply.published is not None and reply.segment is not None
-            found.append(reply.published)
+            found.append(self._migration.publishes(call, event.rank, reply.published))
             segments.append(reply.segment)
         written = segments[0] if len(found) == 1 else Spread(segments, [len(one.ids) for one in found])
         self._accept(call, [event.rank for event in events], Published.joined(found), written)
@@ -353,6 +364,16 @@ class Calls:
         if published.versions is not None:
             self._graph_runs[call.ledger.name].generates(call.lease, published)
 
+    def _move_rows(self) -> None:
+        """Give rows that ranks have handed over to idle ranks, and ask busy ranks for others."""
+        for call in self._migration.calls:
+            if call.unplaced:
+                self._failures.called(call)  # before the call, because idle ranks were silent
+                self._migration.place(call)
+            self.queue(self._migration.requests(call))
+            if call.done:
+                self._end(call)
+
     # The end of a call
 
     def _end(self, call: Call) -> None:
@@ -361,6 +382,7 @@ class Calls:
         self._committed = False
         call.group.forget(call)
         self.under_way.remove(call)
+        self._buffer.store.freed(self._migration.end(call))
         self._failures.answered(call)
         if call.holds_lease:
             self.throughput.count_rows(call)

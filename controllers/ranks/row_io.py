@@ -15,9 +15,10 @@ import pyarrow as pa
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.rows import MAX_CHILDREN
-from ...dataflow.buffer.segments import SegmentReader, SegmentWriter
+from ...dataflow.buffer.segments import Segment, SegmentReader, SegmentWriter
 from ...dataflow.buffer.staleness import row_versions
 from ...dataflow.column import (
+    BEGUN_NUMBER,
     CHOSEN_IDS,
     DRAW_PATH,
     EXPECTED_TOKENS,
@@ -35,8 +36,8 @@ from ...dataflow.errors import UserError
 from ...dataflow.metrics import Metric, Metrics, merge
 from ...dataflow.operation import Shape
 from ...dataflow.runs.files import MAX_PAUSE_S, PAUSE_S, is_full
-from ...workers.worker import Children
-from .tasks import Reply, RowTask, Task
+from ...workers.worker import Children, Unfinished
+from .tasks import HandedOver, Reply, RowTask, Task
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def gather(rows: RowTask, reader: SegmentReader) -> Batch:
         columns[str(MADE_BEFORE)] = rows.made
     if rows.expected is not None:
         columns[str(EXPECTED_TOKENS)] = rows.expected
+    if rows.begun is not None:
+        columns[str(BEGUN_NUMBER)] = rows.begun
     of_file: dict[str, Any] = {}
     for piece in rows.pieces:
         read = [reader.read(s) for s in piece.segments]
@@ -177,7 +180,8 @@ class Publisher:
     - A map or group returns each given row once; a filter, at most once.
     - An expansion returns new rows made from given rows (their parents): all rows of a parent in
       order, or `Children` with their numbers. Each new row gets the sample id reserved for its
-      parent and number. The publisher skips rows that were published earlier.
+      parent and number. The publisher skips rows that were published earlier. It may also give up
+      rows that it has begun (`Unfinished`).
     """
 
     def __init__(self, task: Task, rows: RowTask, writer: SegmentWriter) -> None:
@@ -207,19 +211,33 @@ class Publisher:
         rows, metrics = _taken_apart(operation.name, part)
         if not self._keep:
             return Reply()
+        if isinstance(rows, Unfinished):
+            handed_over, kept = self._handed_over(rows)
+            segment = yield from self._write(kept)
+            return Reply(segment=segment, metrics=metrics, handed_over=handed_over)
         if rows is None or not (self._rows.writes or operation.shape in (Shape.FILTER, Shape.EXPAND)):
             return Reply(metrics=metrics)  # such as an update
         published, kept = self._described(rows)
+        segment = (yield from self._write(kept)) if self._rows.writes else None
+        return Reply(published, segment, metrics=metrics)
+
+    def _write(self, rows: Batch) -> Generator[Reply, None, Segment]:
         began = time.monotonic()
-        while self._rows.writes:
+        while True:
             try:
-                return Reply(published, self._writer.append(kept), metrics)
+                return self._writer.append(rows)
             except OSError as error:
                 if not is_full(error) or time.monotonic() - began > MAX_PAUSE_S:
                     raise
                 yield Reply(paused=str(error))
                 time.sleep(PAUSE_S)
-        return Reply(published, metrics=metrics)
+
+    def _handed_over(self, given: Unfinished) -> tuple[HandedOver, Batch]:
+        parents = given.rows.numpy(PARENT_ID).astype(np.int64)
+        first = np.array([self._first[parent] for parent in parents.tolist()], np.int64)
+        ids = first + given.numbers
+        kept = given.rows.select(self._rows.writes).with_columns(sample_id=ids)
+        return HandedOver(ids, parents, given.numbers, given.left), kept
 
     def publish_part(self, part: Any) -> Replies:
         """Write a part of the results, unless it waits for more (`_Gathered`)."""
@@ -342,11 +360,11 @@ class Publisher:
         return True
 
 
-def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | None, Metrics]:
+def _taken_apart(name: str, part: Any) -> tuple[Batch | Children | Unfinished | None, Metrics]:
     batch, metrics = part if isinstance(part, tuple) and len(part) == 2 else (part, {})
     if isinstance(batch, Mapping):
         batch, metrics = None, batch
-    if not isinstance(batch, Batch | Children | None) or not isinstance(metrics, Mapping):
+    if not isinstance(batch, Batch | Children | Unfinished | None) or not isinstance(metrics, Mapping):
         pair = f"({type(batch).__name__}, {type(metrics).__name__})"
         got = pair if isinstance(part, tuple) else type(part).__name__
         raise TypeError(f"{name} must return a Batch, metrics, or both as a pair, not {got}")

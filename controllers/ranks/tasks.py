@@ -45,6 +45,8 @@ class RowTask:
     """For each row, numbers of rows made from it earlier (EXPAND only), or None."""
     expected: np.ndarray | None = None
     """The column `expected_tokens`, for operations that read it, or None."""
+    begun: np.ndarray | None = None
+    """The column `begun_number`, in a call that continues rows of another replica, or None."""
     version_of: VersionOf = "oldest_token"
     """How to compute the versions of generated rows."""
 
@@ -75,6 +77,21 @@ class Task:
 
 
 @dataclass(frozen=True)
+class HandedOver:
+    """Children that a rank gives up, for another rank to continue. The reply's segment has their
+    columns so far."""
+
+    ids: np.ndarray
+    """[children] int64 sample ids that the children will have."""
+    parents: np.ndarray
+    """[children] int64 sample ids of their parents."""
+    numbers: np.ndarray
+    """[children] int64: number of each child among its parent's rows."""
+    left: np.ndarray
+    """int64 sample ids of the input rows that get no more children from this rank."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """A reply to a call. The last has `done` or `failure`; an empty one says the rank is alive."""
 
@@ -89,10 +106,13 @@ class Reply:
     failure: Failure | None = None
     paused: str = ""
     """Error of the failed write, while the rank waits for space on a full disk."""
+    handed_over: HandedOver | None = None
+    """Rows that the rank gives up, with their columns so far in `segment`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As in `RowTask`. The other fields may hold user objects, which need Ray's pickler.
-        plain = pickle.dumps((self.published, self.segment, self.done, self.seconds), protocol=5)
+        plain = (self.published, self.segment, self.done, self.seconds, self.handed_over)
+        plain = pickle.dumps(plain, protocol=5)
         return _reply, (plain, self.metrics, self.value, self.failure, self.paused)
 
     @property
@@ -101,8 +121,8 @@ class Reply:
 
 
 def _reply(plain: bytes, metrics: Metrics, value: Any, failure: Failure | None, paused: str) -> Reply:
-    published, segment, done, seconds = pickle.loads(plain)
-    return Reply(published, segment, metrics, value, done, seconds, failure, paused)
+    published, segment, done, seconds, handed_over = pickle.loads(plain)
+    return Reply(published, segment, metrics, value, done, seconds, failure, paused, handed_over)
 
 
 class FailureKind(Enum):

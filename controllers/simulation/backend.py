@@ -30,6 +30,7 @@ from ...dataflow.graph import Handle
 from ...dataflow.metrics import Max, Mean, Metrics
 from ...dataflow.operation import Shape
 from ...workers.dispatch import Coordinates
+from ...workers.generation.longest_first import HandOver
 from ...workers.training.microbatch_plan import OptimizerSteps
 from ..backends.backend import Backend, Event, Setup
 from ..group import Call, WorkerGroup
@@ -85,6 +86,8 @@ class Simulated(Backend):
         """Heap of replicas, ordered by the time of their next event. Includes outdated entries."""
         self._order = itertools.count()
         self._offset = 0
+        self._begun: dict[int, int] = {}
+        """Sample id -> tokens so far of each response that a replica has handed over."""
 
     @property
     def own_address(self) -> None:
@@ -147,7 +150,9 @@ class Simulated(Backend):
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
                 limit = batch_limit(handle.config)
-                self._replicas[name, replica] = Replica(cost, self._reply, self._invent, limit)
+                self._replicas[name, replica] = Replica(
+                    cost, self._reply, self._invent, limit, begun=self._begun
+                )
         return groups
 
     sync_interval_s = math.inf
@@ -231,8 +236,12 @@ class Simulated(Backend):
                 replica.cost.draw_lengths(self._key(call.ledger.name, row), row.position, n)
                 for row in rows
             ]
+            tokens, so_far = [row.tokens for row in rows], list[int]()
+            if kept.rows.begun is not None and kept.rows.first_children is not None:
+                ids = kept.rows.first_children + kept.rows.begun
+                so_far = [self._begun[id] for id in ids.tolist()]
             replica.run(at)
-            replica.add_call(Generating(call, own, kept.rows, lengths, [r.tokens for r in rows], at), at)
+            replica.add_call(Generating(call, own, kept.rows, lengths, tokens, at, so_far), at)
             self._note(replica)
 
     def _work(self, at: float, call: Call, tasks: Sequence[tuple[int, Task]], cost: LinearCost) -> None:
@@ -261,6 +270,8 @@ class Simulated(Backend):
             weights = own[0][1].arguments.get("weights") if call.method == "receive_weights" else None
             version = None if weights is None else weights.version
             replica.run(at)
+            if call.method == "hand_over":
+                replica.hand_over(HandOver(**own[0][1].arguments), at)
             replica.add_call(Work(call, seconds, replies, version), at)
             self._note(replica)
 

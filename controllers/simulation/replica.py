@@ -7,7 +7,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,15 @@ from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.metrics import Mean, Metrics, Sum
-from ...workers.generation.longest_first import LongestFirst
+from ...workers.generation.longest_first import HandOver, LongestFirst
 from ..group import Call
 from ..ranks.executor import CallOrder
-from ..ranks.tasks import Reply, RowTask, Task
+from ..ranks.tasks import HandedOver, Reply, RowTask, Task
 from .costs import Generation
 
+LOOK_STEPS = 16
+"""[steps] A replica that was asked for responses looks this often whether it has some to give up.
+(Real replicas look after every step.)"""
 OnReply = Callable[[float, Call, int, Reply], None]
 """Called with the time, the call, the rank and the reply."""
 
@@ -55,6 +58,8 @@ class Generating:
     """[prompts] of [n] response lengths in tokens."""
     prompt_tokens: list[int]
     started: float
+    so_far: Sequence[int] = ()
+    """[prompts] tokens that another replica has made of the response to continue, if any."""
     to_make: list[list[int]] = field(init=False)
     """[prompts] lists of the numbers of the responses to make; earlier calls made the others."""
     left: list[int] = field(init=False)
@@ -69,6 +74,8 @@ class Generating:
     (`../ranks/row_io.py`)."""
     due_s: float = math.inf
     """[s] Time when the delayed responses are published."""
+    hand_over: HandOver | None = None
+    """A request of the driver to give up responses, until there are some to give."""
     interruptible = True
 
     def __post_init__(self) -> None:
@@ -76,12 +83,16 @@ class Generating:
             [index for index in range(len(own)) if index not in made]
             for own, made in zip(self.lengths, self.rows.made or [()] * len(self.lengths), strict=True)
         ]
+        if self.rows.begun is not None:
+            self.to_make = [[number] for number in self.rows.begun.tolist()]
+        self.so_far = self.so_far or [0] * len(self.lengths)
         self.left = [len(own) for own in self.to_make]
         pairs = [[(k, index) for index in own] for k, own in enumerate(self.to_make)]
+        begun = {own[0]: tokens for own, tokens in zip(pairs, self.so_far, strict=True) if tokens}
         if self.rows.expected is None:
-            self.queue = LongestFirst([[pair for own in pairs for pair in own]])
+            self.queue = LongestFirst([[pair for own in pairs for pair in own]], begun=begun)
         else:
-            self.queue = LongestFirst(pairs, self.rows.expected)
+            self.queue = LongestFirst(pairs, self.rows.expected, begun)
         self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
         self.open_prompts = sum(number > 0 for number in self.left)
 
@@ -104,6 +115,8 @@ class Replica:
         cost: the cost of generation, or None for a group that does not generate.
         invent: returns an invented reference to a number of bytes.
         max_num_seqs: the maximum number of responses in the batch.
+        begun: sample id -> tokens so far of each response that a replica has handed over. All
+            replicas share it.
     """
 
     def __init__(
@@ -113,10 +126,12 @@ class Replica:
         invent: Callable[[int], Segment],
         max_num_seqs: int,
         at: float = 0.0,
+        begun: dict[int, int] | None = None,
     ) -> None:
         self.cost = cost
         self.at = at
         self._max_num_seqs = max_num_seqs
+        self._begun = {} if begun is None else begun
         self._seconds_by_batch = cost.seconds_by_batch(max_num_seqs).tolist() if cost else []
         self._on_reply = on_reply
         self._invent = invent
@@ -143,7 +158,7 @@ class Replica:
             return min(self.at + current.seconds, self._due_s)
         if self._running:
             step_s = self._seconds_by_batch[len(self._running)]
-            return min(self.at + (self._running[0][0] - self._steps) * step_s, self._due_s)
+            return min(self.at + self._steps_to_event * step_s, self._due_s)
         return self._due_s
 
     def run(self, until: float) -> None:
@@ -154,7 +169,14 @@ class Replica:
             elif isinstance(current, Work):
                 self._end_work(current)
             else:
-                self._decode(self._running[0][0] - self._steps)
+                self._decode(self._steps_to_event)
+
+    @property
+    def _steps_to_event(self) -> int:
+        """Number of decode steps until a response ends, or a call may have some to give up."""
+        steps = self._running[0][0] - self._steps
+        asked = (c for c in self._calls if isinstance(c, Generating) and c.hand_over is not None)
+        return min(steps, LOOK_STEPS) if any(sum(call.left) > 1 for call in asked) else steps
 
     def add_call(self, call: Work | Generating, at: float) -> None:
         """Add a call. Its first turn comes when the current decode step ends."""
@@ -212,7 +234,50 @@ class Replica:
             ended.setdefault(call, []).append((k, index))
         for call, responses in ended.items():
             self._gather(call, sorted(responses))
+        for call in [call for call in self._calls if isinstance(call, Generating)]:
+            self._give(call)
         self._admit()
+
+    def hand_over(self, request: HandOver, at: float) -> None:
+        """Let the calls that generate give up responses, now or as soon as they have some to give."""
+        self._reach_boundary(at)
+        for call in [call for call in self._calls if isinstance(call, Generating)]:
+            call.hand_over = request
+            self._give(call)
+        self._admit()
+
+    def _give(self, call: Generating) -> None:
+        if (request := call.hand_over) is None or not call.open_prompts:
+            return
+        given = call.queue.to_give(self._steps, request)
+        if not given:
+            return
+        call.hand_over, gone = None, set(given)
+        if call.ended:  # all of them were finished before
+            self._publish(call)
+        starts = {(r[4], r[5]): r[2] for r in self._running if r[3] is call}
+        self._running = [r for r in self._running if r[3] is not call or (r[4], r[5]) not in gone]
+        heapq.heapify(self._running)
+        call.queue.drop(gone.__contains__)
+        rows = call.rows
+        assert rows.first_children is not None
+        prompts, numbers = (np.array(column, np.int64) for column in zip(*given, strict=True))
+        ids = rows.first_children[prompts] + numbers
+        for (k, number), id in zip(given, ids.tolist(), strict=True):
+            made = self._steps - starts[k, number] if (k, number) in starts else 0
+            self._begun[id] = call.so_far[k] + made
+            call.left[k] -= 1
+        left = [k for k in dict.fromkeys(prompts.tolist()) if not call.left[k]]
+        call.open_prompts -= len(left)
+        parents = rows.ids[prompts]
+        handed_over = HandedOver(ids, parents, numbers, rows.ids[left])
+        segment = self._invent(12 * max(1, sum(self._begun[id] for id in ids.tolist())))
+        metrics: Metrics = {"moved_responses": Sum(float(len(given)))}
+        rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
+        reply = Reply(segment=segment, metrics=metrics, handed_over=handed_over)
+        self._on_reply(self.at, call.call, rank, reply)
+        if not call.open_prompts:
+            self._finish(call, self.at)
 
     def _admit(self) -> None:
         """Let queued responses join the batch, unless another call has its turn."""
@@ -226,8 +291,8 @@ class Replica:
             k, index = call.queue.take(self._steps)
             # Prefill a prompt once, with its first response.
             if index == call.to_make[k][0]:
-                self.at += self.cost.prefill_s * call.prompt_tokens[k]
-            last = self._steps + int(call.lengths[k][index])
+                self.at += self.cost.prefill_s * (call.prompt_tokens[k] + call.so_far[k])
+            last = self._steps + int(call.lengths[k][index]) - call.so_far[k]
             # The order breaks ties, because calls cannot be compared.
             heapq.heappush(self._running, (last, next(self._order), self._steps, call, k, index))
 

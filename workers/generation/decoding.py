@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -53,6 +53,28 @@ class DecodingRow:
     routes: list[np.ndarray] = field(default_factory=list)
     kept_sets: KeptSetsRecord = field(default_factory=KeptSetsRecord)
 
+    @property
+    def given(self) -> np.ndarray:
+        """Tokens of the response that another engine has sampled."""
+        ids = self.request.prompt_ids
+        return ids[len(ids) - self.request.sampled :]
+
+    def response(
+        self, sampled: np.ndarray, finish_reason: Literal["stop", "length", "unfinished"]
+    ) -> Response:
+        """Return the response of these tokens, [L] `SAMPLED`."""
+        return Response(
+            ticket=self.ticket,
+            request_id=self.request.request_id,
+            # Copy, because a view would keep the arrays of the whole batch alive.
+            token_ids=sampled["token"].copy(),
+            logprobs=sampled["logprob"].copy(),
+            versions=sampled["version"].copy(),
+            finish_reason=finish_reason,
+            routes=np.concatenate(self.routes) if self.routes else None,
+            kept_sets=self.kept_sets.sets if self.kind.records_kept else None,
+        )
+
 
 SAMPLED = np.dtype([("token", np.int32), ("logprob", np.float32), ("version", np.int32)])
 
@@ -81,6 +103,7 @@ class DecodingBatch:
         """[B]: whether a response has finished or was aborted."""
         self.streams = np.array([row.stream for row in self.rows], np.uint64)
         self.max_tokens = np.array([row.max_tokens for row in self.rows])
+        self.sampled_before = np.array([row.request.sampled for row in self.rows], np.int64)
 
     @cached_property
     def kinds(self) -> list[tuple[SamplingKind, slice | np.ndarray]]:
@@ -136,7 +159,7 @@ class DecodingBatch:
     def sample(self, logits: Tensor, version: int) -> list[Response]:
         """Sample a token for each row from logits [B, V] of this policy version. Return the
         finished responses, and mark their rows as ended."""
-        draws = _uniform(self.streams, self.lengths)
+        draws = _uniform(self.streams, self.sampled_before + self.lengths)
         tokens = logits.new_empty(len(self.rows), dtype=torch.int64)
         logprobs = logits.new_empty(len(self.rows), dtype=torch.float32)
         for kind, rows in self.kinds:
@@ -159,23 +182,17 @@ class DecodingBatch:
             stopped[rows] = np.isin(found[rows], kind.stops)
             if kind.ends is not None:
                 for row in at[0][rows][self.lengths[rows] > kind.min_tokens].tolist():
-                    stopped[row] |= kind.ends(self.sampled["token"][row, : self.lengths[row]])
+                    own = self.sampled["token"][row, : self.lengths[row]]
+                    stopped[row] |= kind.ends(np.concatenate([self.rows[row].given, own]))
         self.ended = stopped | (self.lengths == self.max_tokens)
-        return [self._response(row, bool(stopped[row])) for row in np.flatnonzero(self.ended)]
+        return [
+            self.response(row, "stop" if stopped[row] else "length")
+            for row in np.flatnonzero(self.ended).tolist()
+        ]
 
-    def _response(self, index: int, stopped: bool) -> Response:
-        row, sampled = self.rows[index], self.sampled[index, : self.lengths[index]]
-        return Response(
-            ticket=row.ticket,
-            request_id=row.request.request_id,
-            # Copy, because a view would keep the arrays of the whole batch alive.
-            token_ids=sampled["token"].copy(),
-            logprobs=sampled["logprob"].copy(),
-            versions=sampled["version"].copy(),
-            finish_reason="stop" if stopped else "length",
-            routes=np.concatenate(row.routes) if row.routes else None,
-            kept_sets=row.kept_sets.sets if row.kind.records_kept else None,
-        )
+    def response(self, index: int, finish_reason: Literal["stop", "length", "unfinished"]) -> Response:
+        """Return the response of a row so far."""
+        return self.rows[index].response(self.sampled[index, : self.lengths[index]], finish_reason)
 
 
 def new_cache(capacity: int) -> Any:

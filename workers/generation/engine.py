@@ -6,9 +6,9 @@ import hashlib
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError
 from ...dataflow.prompts.tokenizer import Tokenizer
 from ..kept_sets import KeptSets
-from .longest_first import LongestFirst
+from .longest_first import HandOver, LongestFirst
 
 if TYPE_CHECKING:
     from ...resharding.weights import Weights
@@ -49,6 +49,9 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Stop tokens in addition to the model's. `Sampling(stop=None)` ignores both."""
     structure: Structure | None = None
+    sampled: int = 0
+    """Number of tokens at the end of `prompt_ids` that belong to the response. Another engine has
+    sampled them. They count for stop strings and for random numbers."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Response:
     responses use the model's own distribution at temperature 1, without masked stop tokens."""
     versions: np.ndarray
     """[L] int32: the policy version that sampled each token."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]
+    """`step` returns no unfinished responses."""
     routes: np.ndarray | None = None
     """[P + L - 1, layers, k] uint16: the experts of each token; None if the engine does not record
     them."""
@@ -148,6 +152,16 @@ class GenerationEngine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class GivesUpResponses(Protocol):
+    """An engine whose running responses can move to another engine."""
+
+    def take_unfinished(self, tickets: Collection[int]) -> list[Response]:
+        """Drop these requests, and return their responses so far, in any order. Leaves out tickets
+        that are unknown, or whose response `step` has returned or returns next."""
+        ...
+
+
 # Requests of several callers in one engine
 
 
@@ -192,6 +206,14 @@ class Requests:
         self._tickets.difference_update(done)
         return [self._finished.pop(ticket) for ticket in done]
 
+    def take_unfinished(self, tickets: Collection[int]) -> list[Response]:
+        """Drop these of the caller's requests, and return their responses so far. Leaves out those
+        that are finished; [] if the engine keeps its responses."""
+        own, engine = self._tickets.intersection(tickets) - self._finished.keys(), self._engine
+        taken = engine.take_unfinished(own) if own and isinstance(engine, GivesUpResponses) else []
+        self._tickets.difference_update(response.ticket for response in taken)
+        return taken
+
     def abort(self, tickets: Collection[int]) -> None:
         """Drop these of the caller's requests."""
         own = self._tickets.intersection(tickets)
@@ -208,8 +230,10 @@ class Requests:
 _finished: WeakKeyDictionary[GenerationEngine, dict[int, Response]] = WeakKeyDictionary()
 """Responses of each engine, by ticket, that their callers have not taken."""
 
-Responses = Generator[list[Response], Collection[int] | None, None]
-"""Yields responses as they finish. Send it the ids of requests to abort."""
+
+Responses = Generator[list[Response], Collection[int] | HandOver | None, None]
+"""Yields responses as they finish. Send it the ids of requests to abort, or a `HandOver`: it then
+yields the unfinished responses that it gives up, without a decoding step."""
 
 
 def generate(
@@ -219,6 +243,7 @@ def generate(
     *,
     order: LongestFirst[int] | None = None,
     slots: int | None = None,
+    begun: Sequence[Response] = (),
 ) -> Responses:
     """Sample one response to each request. After each decoding step, yield the list of responses
     that finished in it, which may be empty.
@@ -230,6 +255,8 @@ def generate(
     Args:
         order: a queue of the indexes of all requests. By default, they start in order.
         slots: the largest number of unfinished requests, or None.
+        begun: for each request, the response so far, which the engine continues; by default, it
+            starts all of them.
     """
     queue = LongestFirst([range(len(requests))]) if order is None else order
     indexes: dict[int, int] = {}
@@ -238,18 +265,73 @@ def generate(
         for step in itertools.count():
             while queue and (slots is None or own.num_unfinished < slots):
                 index = queue.take(step)
-                indexes[own.submit(requests[index], sampling)] = index
+                asked = requests[index], sampling
+                if begun:
+                    asked = continued(*asked, begun[index])
+                indexes[own.submit(*asked)] = index
             if not own.num_unfinished:
                 return
             finished = own.step()
-            for response in finished:
-                queue.finish(indexes.pop(response.ticket), len(response.token_ids))
-            if unwanted := set((yield finished) or ()):
+            for k, response in enumerate(finished):
+                index = indexes.pop(response.ticket)
+                if begun:
+                    finished[k] = joined(begun[index], response, response.request_id)
+                queue.finish(index, len(finished[k].token_ids))
+            said = yield finished
+            while isinstance(said, HandOver):
+                chosen = queue.to_give(step, said)
+                # The model may sample the placeholder of images, so responses to images stay.
+                movable = {index for index in chosen if not len(requests[index].images)}
+                tickets = [ticket for ticket, index in indexes.items() if index in movable]
+                taken = {indexes.pop(one.ticket): one for one in own.take_unfinished(tickets)}
+                # Some of the running ones may just have finished.
+                kept = set(indexes.values())
+                given = [i for i in chosen if i in taken or i not in kept]
+                queue.drop(set(given).__contains__)
+                said = yield [
+                    joined(begun[i] if begun else EMPTY, taken.get(i, EMPTY), requests[i].request_id)
+                    for i in given
+                ]
+            if unwanted := set(said or ()):
                 queue.drop(lambda index: requests[index].request_id in unwanted)
                 tickets = [t for t, i in indexes.items() if requests[i].request_id in unwanted]
                 own.abort(tickets)
                 for ticket in tickets:
                     del indexes[ticket]
+
+
+# Unfinished responses: an engine begins them, and a second engine continues them.
+
+_INTS, _FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+EMPTY = Response(-1, -1, _INTS, _FLOATS, _INTS, "unfinished")
+"""A response that no engine has begun."""
+
+
+def continued(
+    request: GenerationRequest, sampling: Sampling, begun: Response
+) -> tuple[GenerationRequest, Sampling]:
+    """Return a request for the tokens that follow the ones of `begun`, and its sampling."""
+    number = len(begun.token_ids)
+    if not number:
+        return request, sampling
+    prompt_ids = np.concatenate([request.prompt_ids, begun.token_ids])
+    max_tokens, min_tokens = sampling.max_tokens - number, max(0, sampling.min_tokens - number)
+    limits = {"max_tokens": max_tokens, "min_tokens": min_tokens}
+    return replace(request, prompt_ids=prompt_ids, sampled=number), sampling.model_copy(update=limits)
+
+
+def joined(begun: Response, rest: Response, request_id: int) -> Response:
+    """Return the response with the tokens of both. The engine of `rest` knows the routes of all
+    tokens."""
+    kept = [one.kept_sets for one in (begun, rest) if one.kept_sets is not None]
+    return replace(
+        rest,
+        request_id=request_id,
+        token_ids=np.concatenate([begun.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([begun.logprobs, rest.logprobs]),
+        versions=np.concatenate([begun.versions, rest.versions]),
+        kept_sets=KeptSets.concat(kept) if kept else None,
+    )
 
 
 # Stop strings. All engines share this code, so they all end a response at the same token.

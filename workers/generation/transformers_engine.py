@@ -182,6 +182,18 @@ class TransformersEngine:
             batch.ended |= [row.ticket in tickets for row in batch.rows]
             self._running = None if batch.ended.all() else batch
 
+    def take_unfinished(self, tickets: Collection[int]) -> list[Response]:
+        nothing = np.zeros(0, SAMPLED)
+        waiting = [row for row in self._waiting if row.ticket in tickets]
+        found = [row.response(nothing, "unfinished") for row in waiting]
+        if (batch := self._running) is not None:
+            rows = [
+                k for k, row in enumerate(batch.rows) if row.ticket in tickets and not batch.ended[k]
+            ]
+            found += [batch.response(k, "unfinished") for k in rows]
+        self.abort([response.ticket for response in found])
+        return found
+
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 

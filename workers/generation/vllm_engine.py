@@ -24,7 +24,14 @@ from ..kept_sets import KeptSets
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import NOT_WHOLE, GenerationRequest, Response, StopCheck, stop_check_of
+from .engine import (
+    NOT_WHOLE,
+    GenerationRequest,
+    Response,
+    StopCheck,
+    stable_hash,
+    stop_check_of,
+)
 from .vllm_settings import VllmSettings, has_flashinfer_kernels
 
 if TYPE_CHECKING:
@@ -203,8 +210,9 @@ class VllmEngine:
             seen = self._images.read(request.prompt_ids, request.images).ids
         ends = stop_check_of(sampling, self._model_folder)
         records = self._kept_sets and sampling.truncates
+        before = request.prompt_ids[len(request.prompt_ids) - request.sampled :].tolist()
         self._requests[str(ticket)] = _Request(
-            ticket, request.request_id, seen, ends, sampling.min_tokens, records
+            ticket, request.request_id, seen, ends, sampling.min_tokens, records, before
         )
         return ticket
 
@@ -295,6 +303,24 @@ class VllmEngine:
         for key in keys:
             del self._requests[key]
         self._finished = [one for one in self._finished if one.ticket not in tickets]
+
+    def take_unfinished(self, tickets: Collection[int]) -> list[Response]:
+        from vllm.v1.engine import FinishReason
+
+        self._drain()
+        processor: Any = self._engine.output_processor
+        found: list[Response] = []
+        keys = [key for key in map(str, tickets) if key in self._requests]
+        for key, kept in zip(keys, self._take_kept_sets(keys), strict=True):
+            (name,) = processor.external_req_ids[key]
+            # vLLM gives all tokens, with their versions, only to requests that have ended.
+            ended = processor.request_states[name].make_request_output(
+                [], None, FinishReason.LENGTH, None
+            )
+            response = self._without_routes(ended, self._requests[key], kept)
+            found.append(replace(response, finish_reason="unfinished"))
+        self.abort([response.ticket for response in found])
+        return found
 
     def weight_bytes(self) -> int:
         return sum(self._engine.collective_rpc("weft_weight_bytes"))
@@ -487,7 +513,7 @@ class VllmEngine:
             top_k=sampling.top_k or (self._vocabulary if self._masks else 0),
             min_p=sampling.min_p,
             extra_args={RECORDS_KEPT: True} if self._kept_sets and sampling.truncates else None,
-            seed=request.seed,
+            seed=_seed(request),
             ignore_eos=True,  # stop_token_ids names the end tokens instead
             stop_token_ids=[] if sampling.stop is None else sorted(stops),
             structured_outputs=structure
@@ -550,7 +576,7 @@ class VllmEngine:
             return
         token_ids = list(output.outputs[0].token_ids)
         request.versions += [self.version] * (len(token_ids) - len(request.versions))
-        if len(token_ids) <= request.min_tokens or not request.ends(token_ids):
+        if len(token_ids) <= request.min_tokens or not request.ends([*request.sampled, *token_ids]):
             return
         if output.finished:
             # vLLM ended the request at this token for its length; all engines report "stop" then.
@@ -590,6 +616,20 @@ class VllmEngine:
         routes: np.ndarray | None,
         kept: KeptSets | None,
     ) -> Response:
+        response = self._without_routes(output, request, kept)
+        if not self._routes:
+            return response
+        computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
+        if routes is None or len(routes) != computed:
+            found = "none" if routes is None else str(len(routes))
+            raise GenerationError(
+                f"request {request.request_id}: vLLM gave the routes of {found} of {computed} tokens"
+            )
+        return replace(response, routes=routes.astype(np.uint16))
+
+    def _without_routes(
+        self, output: RequestOutput, request: _Request, kept: KeptSets | None
+    ) -> Response:
         own, request_id = request.seen_prompt, request.request_id
         if own is not None and not np.array_equal(own, output.prompt_token_ids or ()):
             raise GenerationError(
@@ -600,19 +640,10 @@ class VllmEngine:
         mask = output.outputs[0].sampling_mask
         if request.records_kept and mask is not None:
             kept = KeptSets.of_lists(mask.token_ids, self._vocabulary)
-        response = replace(
+        return replace(
             _response(output, request),
             kept_sets=_checked_sets(kept, request, len(output.outputs[0].token_ids)),
         )
-        if not self._routes:
-            return response
-        computed = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
-        if routes is None or len(routes) != computed:
-            found = "none" if routes is None else str(len(routes))
-            raise GenerationError(
-                f"request {request_id}: vLLM gave the routes of {found} of {computed} tokens"
-            )
-        return replace(response, routes=routes.astype(np.uint16))
 
 
 @dataclass
@@ -625,6 +656,8 @@ class _Request:
     min_tokens: int
     records_kept: bool
     """Whether the response has kept sets."""
+    sampled: list[int]
+    """Tokens of the response that another engine has sampled."""
     versions: list[int] = field(default_factory=list)
     """The version that sampled each token; recorded only with stop strings."""
 
@@ -655,11 +688,21 @@ def _response(output: RequestOutput, request: _Request) -> Response:
     )
 
 
+def _seed(request: GenerationRequest) -> int | None:
+    """Return the seed of a request. vLLM counts random numbers from its first own token, so a
+    continued response needs others than the ones that its first tokens have used."""
+    if request.seed is None or not request.sampled:
+        return request.seed
+    return stable_hash(request.seed, request.sampled)
+
+
 def _checked_sets(kept: KeptSets | None, request: _Request, length: int) -> KeptSets | None:
     """Return the kept sets of a response with `length` tokens, or None for a request without any.
     Raises a GenerationError if vLLM did not give one for each token."""
     if not request.records_kept:
         return None
+    if kept is None and not length:  # an unfinished response
+        return KeptSets.whole(0)
     if kept is None or len(kept.counts) != length:
         found = 0 if kept is None else len(kept.counts)
         raise GenerationError(

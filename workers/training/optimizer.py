@@ -23,8 +23,8 @@ class OptimizerConfig(Config):
     each layer's matrices of updates nearly equal; embeddings, head, norms and biases still use AdamW.
     Updates are scaled to the size of AdamW's (arXiv:2502.16982), so the same learning rate suits both.
     It needs half the memory for the moments of these matrices, and more time: each rank gathers every
-    matrix. It cannot be combined with `offload` or `moments="8bit"`, and refuses stacked experts. Try
-    it for supervised training and long runs."""
+    matrix. It cannot be combined with `offload` or `moments="8bit"`, and refuses stacked experts. Set
+    it to "muon" for supervised training and long runs."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """[rate] Peak learning rate. Raise it if the reward does not improve (adapters need about ten
     times the rate of full training); lower it if the reward collapses."""

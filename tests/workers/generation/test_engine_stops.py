@@ -140,3 +140,22 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_run(tmp_path: Path):
     graph = sampled(prompts, rollout=rollout)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         RolloutConfig(model=tmp_path / "bare", engine="transformers").check(graph.nodes, graph.source)
+
+
+def test_a_stop_string_ends_a_response_whose_beginning_another_engine_sampled(
+    engine: GenerationEngine, with_tokenizer: Path
+):
+    checked = 0
+    for last in range(8, 24):
+        given = GenerationRequest(0, np.array([5, 6, 7, 8, 9, last], np.int32), sampled=3)
+        greedy = Sampling(max_tokens=24, temperature=0)
+        (free,) = (r for step in generate(engine, [given], greedy) for r in step)
+        text = text_of(with_tokenizer, free.token_ids[:1])
+        stop = text_of(with_tokenizer, [last]) + text
+        if free.token_ids[0] == STOP or not text or stop in text_of(with_tokenizer, free.token_ids):
+            continue
+        stopping = greedy.model_copy(update={"stop": (stop,)})
+        (rest,) = (r for step in generate(engine, [given], stopping) for r in step)
+        assert rest.token_ids.tolist() == free.token_ids[:1].tolist() and rest.finish_reason == "stop"
+        checked += 1
+    assert checked

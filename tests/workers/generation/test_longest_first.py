@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.workers.generation.longest_first import LongestFirst
+from weft.workers.generation.longest_first import HandOver, LongestFirst
 
 
 def test_prompts_without_a_forecast_start_one_response_each_and_then_the_longest_goes_on():
@@ -25,6 +25,33 @@ def test_a_running_response_counts_with_twice_its_tokens():
     queue = LongestFirst([["a0", "a1"], ["b0", "b1"]])
     assert [queue.take(0), queue.take(10)] == ["a0", "b0"], "neither is known"
     assert queue.take(20) == "a1", "it has run for longer"
+
+
+def test_the_requests_that_would_start_next_are_given_up_before_running_ones():
+    queue = LongestFirst([["a0", "a1", "a2"], ["b0", "b1", "b2"]], np.array([100.0, 200.0]))
+    assert [queue.take(0), queue.take(0)] == ["b0", "b1"]
+    assert queue.to_give(10, HandOver()) == ["b2", "a0", "a1"], "half of six"
+    assert queue.to_give(10, HandOver(parts=3)) == ["b2", "a0", "a1", "a2"], "two thirds"
+    assert len(queue) == 4, "the caller drops them"
+
+
+def test_running_requests_stay_and_go_by_turns_from_the_longest():
+    queue = LongestFirst([["a"], ["b"], ["c"], ["d"], ["e"]], np.array([500.0, 400, 300, 200, 100]))
+    for _ in range(5):
+        queue.take(0)
+    assert queue.to_give(10, HandOver()) == ["b", "d"]
+    assert queue.to_give(10, HandOver(parts=3)) == ["b", "c", "e"]
+    assert queue.to_give(10, HandOver(parts=3, min_tokens=150)) == ["b", "c"]
+    queue.drop(lambda request: request != "a")
+    assert queue.to_give(10, HandOver()) == [], "the last one stays"
+
+
+def test_a_running_request_is_expected_to_run_as_long_again_if_nothing_else_is_known():
+    queue = LongestFirst([["a0", "a1"]], begun={"a1": 90})
+    for _ in range(2):
+        queue.take(0)
+    assert queue.to_give(20, HandOver(min_tokens=100)) == []
+    assert queue.to_give(30, HandOver(min_tokens=30)) == ["a0"], "120 tokens more of a1, which stays"
 
 
 def test_requests_of_one_prompt_keep_their_order():
