@@ -51,7 +51,7 @@ from ..dataflow.prompts.tokenizer import Tokenizer
 from .loss import response_rows
 
 UNMAPPED = "unmapped"
-"""Prefix of the columns of the teacher's likeliest tokens: [M * top] of its own vocabulary."""
+"""Prefix of the columns of the teacher's likeliest tokens: [M * top] of its vocabulary."""
 _CANDIDATES = (f"{UNMAPPED}_ids", f"{UNMAPPED}_logprobs")
 
 
@@ -201,8 +201,8 @@ def _decoded(data: bytearray) -> tuple[str, bool]:
 
 
 def _specials(student: Tokenizer, teacher: Tokenizer, ends: Sequence[tuple[str, str]]) -> dict[int, int]:
-    """Map the student's special tokens to the teacher's of the same meaning: first those of `ends`,
-    then the ends of texts and turns, then those of the same name."""
+    """Map the student's special tokens to the teacher's: first the pairs in `ends`, then the ends of texts
+    and turns, then equal names."""
     found: dict[int, int] = {}
     for pair in ends:
         ids = [_special(one, name) for one, name in zip((student, teacher), pair, strict=True)]

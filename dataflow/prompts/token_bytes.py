@@ -1,5 +1,5 @@
-"""The bytes of tokens: what each token of a tokenizer adds to a text, and texts as tokens whose bytes
-are exactly the text's.
+"""The bytes that each token of a tokenizer adds to a text, and an encoder whose tokens have exactly the
+bytes of a text.
 
 Two tokenizers split a text differently, but the bytes of their tokens add up to the same text.
 """
@@ -30,7 +30,7 @@ class TokenBytes:
             `Replace`, `ByteFallback`, `Fuse` and `Strip`.
 
     Raises:
-        UserError: the tokenizer has no decoder, or another one.
+        UserError: the tokenizer has no decoder, or one that changes tokens.
 
     >>> from tokenizers import Tokenizer as Backend, models, decoders
     >>> from .tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class TokenBytes:
 
 
 def _unknown(content: Mapping[str, Any]) -> set[str]:
-    """Return the unknown token, which stands for texts that the vocabulary lacks."""
+    """Return the unknown token, which replaces texts that the vocabulary lacks."""
     model = content["model"]
     if isinstance(number := model.get("unk_id"), int):  # a unigram model
         return {model["vocab"][number][0]}
@@ -129,8 +129,8 @@ def _reader(decoder: Mapping[str, Any] | None, name: str) -> Callable[[str], byt
 
 
 def _byte_characters() -> dict[str, int]:
-    """Map the characters of byte-level BPE to bytes: printable characters of Latin-1 stand for
-    themselves, and characters from 256 on for the other bytes, in their order (GPT-2)."""
+    """Map the characters of byte-level BPE to bytes: printable characters of Latin-1 keep
+    their code, and the other bytes have the characters from 256 on, in their order (GPT-2)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + k): b for k, b in enumerate(others)}

@@ -298,7 +298,7 @@ def of_two_letters(logits: torch.Tensor) -> torch.Tensor:
 
 def test_spans_of_one_teacher_token_reach_the_closed_form(folders: Folders):
     """The student writes two letters, which are one token of the teacher, with probability q. The
-    expected gradient of the advantages is that of the exact KL, and its optimum is p = q."""
+    expected gradient of the advantages equals the exact KL's, and its optimum is p = q."""
     tokenizers, q = spans(folders, "pairs", "all_pairs"), torch.tensor([0.1, 0.4, 0.3, 0.2]).double()
     letters = ids_of(folders["pairs"], "a", "b")
     responses = [[letters[a], letters[b]] for a, b in TWO_LETTERS]
