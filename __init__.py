@@ -59,6 +59,7 @@ _MODULES: dict[str, str] = {
     "prepared": "controllers.prechecks.dry_run",
     "remote": "workers.worker",
     "train": "controllers.train",
+    "with_policy": "workers.rollout",
 }
 """Public name -> the module that defines it."""
 
@@ -119,6 +120,7 @@ if (
     from .workers.reward import RewardWorker as RewardWorker
     from .workers.reward_model import RewardModelWorker as RewardModelWorker
     from .workers.rollout import RolloutWorker as RolloutWorker
+    from .workers.rollout import with_policy as with_policy
     from .workers.teacher import TeacherWorker as TeacherWorker
     from .workers.training.lora import Lora as Lora
     from .workers.training.lora import adapter_off as adapter_off

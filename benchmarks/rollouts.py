@@ -1,6 +1,6 @@
 """Training methods and rollout features: how exact and how fast they are.
 
-    python benchmarks/rollouts.py                                      # twenty minutes
+    python benchmarks/rollouts.py                                      # twenty-five minutes
     python benchmarks/rollouts.py --parts distillation truncation      # two minutes
 
 | figure | what it is | wanted |
@@ -19,6 +19,12 @@ largest, nats | none |
 | `int8_accuracy`, `float32_accuracy` | the demo's accuracy with int8 rollouts and a correction, and without: mean of three seeds, and of \
 the last four evaluations | none |
 | `int8_accuracy_lost` | the difference | 0.03 |
+| `adapters_equal`, `adapters_equal_transformers` | share of the greedy responses of a mixed batch of four adapters that equal to the \
+bit those of each adapter alone in a batch of equal size, with vLLM and with `transformers` | 1, 1 |
+| `adapters_equal_tokens`, `adapters_equal_tokens_transformers` | share with equal tokens if the batch of each adapter alone has only \
+its quarter of the requests | 1, 1 |
+| `adapters_gap`, `adapters_gap_transformers` | largest gap of their log-probabilities, nats | 1e-5, 0 |
+| `adapters_time`, `adapters_time_transformers` | processor time of the mixed batch, divided by the time of a batch of one adapter | none |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -39,8 +45,16 @@ FIGURES = (
     *("truncated_gap_whole", "kept_generation", "kept_training"),
     *("int8_gap", "int8_gap_largest", "int8_kl", "int8_truncated"),
     *("int8_accuracy", "float32_accuracy", "int8_accuracy_lost"),
+    *("adapters_equal", "adapters_equal_tokens", "adapters_gap", "adapters_time"),
+    *("adapters_equal_transformers", "adapters_equal_tokens_transformers"),
+    *("adapters_gap_transformers", "adapters_time_transformers"),
 )
-PARTS = {"distillation": "distilled", "truncation": "truncated", "quantisation": "quantised"}
+PARTS = {
+    "distillation": "distilled",
+    "truncation": "truncated",
+    "quantisation": "quantised",
+    "adapters": "mixed_adapters",
+}
 """Maps a part to its module, whose `measure()` returns figures by name."""
 
 if __name__ == "__main__":

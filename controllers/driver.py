@@ -46,6 +46,7 @@ from .prechecks.checks import (
     with_rows_that_fit,
 )
 from .prechecks.dry_run import end_if_planned
+from .prechecks.policies import check_policies
 from .recovery.checkpoints import CheckpointConfig, complete_checkpoints
 from .recovery.full_disk import FullDisk
 from .recovery.resume import ResumePoint, find_checkpoint, open_run
@@ -430,6 +431,7 @@ def _checked(
     graphs[0] = with_solve_rates(graphs[0])
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
+    check_policies(graphs)
     # This changes settings of groups that later checks read.
     agree_on_adapters(handles.values())
     record_kept_sets(graphs)

@@ -18,7 +18,7 @@ from ..algorithms.solve_rates import solve_rates
 from ..dataflow.buffer.leases import Lease, Published
 from ..dataflow.buffer.ledger import Ledger
 from ..dataflow.column import EXPECTED_TOKENS, PROMPT_IDS
-from ..dataflow.graph import TRAIN, Graph, Node
+from ..dataflow.graph import TRAIN, Graph, Node, ParameterEdge
 from ..dataflow.metrics import Estimate, GroupCounts, Mean, Metric, merge
 from ..dataflow.operation import Shape
 from ..dataflow.prompts.prompt_queue import PromptQueue, write_state
@@ -205,6 +205,14 @@ class TrainingRun(GraphRun):
         self.issued += len(chosen)
         return chosen
 
+    def total(self, counts: Mapping[str, int]) -> int:
+        """Return the sum of counts of rows or tokens, by update. Several updates of the same rows count
+        once."""
+        of_level: Counter[int] = Counter()
+        for node in self.updates:
+            of_level[node.level] = max(of_level[node.level], counts.get(node.name, 0))
+        return of_level.total()
+
     @property
     def measured(self) -> dict[str, float]:
         return values_of(merge(self.metrics))
@@ -240,7 +248,9 @@ class TrainingRun(GraphRun):
         """Close the step and return its metrics. If generation `overlaps` training, the metrics
         compare the lengths of trained and generated responses."""
         if overlaps and self.updates and self.generated:  # otherwise both are the same rows
-            trained = self.lengths[self.updates[-1].name]
+            # Several updates of the same rows count once.
+            of_level = {node.level: self.lengths[node.name] for node in self.updates}
+            trained = [lengths for own in of_level.values() for lengths in own]
             self.metrics.append(
                 length_bias(
                     np.concatenate([np.empty(0, np.int64), *trained]), np.concatenate(self.generated)
@@ -272,8 +282,8 @@ class _EvaluationUnderWay:
 class EvaluationRun(GraphRun):
     """An evaluation graph, which reads its whole source once for each evaluated step."""
 
-    due: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """Step whose evaluation has not begun -> group -> version that the group must have."""
+    due: dict[int, Mapping[ParameterEdge, int]] = field(default_factory=dict)
+    """Step whose evaluation has not begun -> versions that the followers must have."""
     under_way: dict[int, _EvaluationUnderWay] = field(default_factory=dict)
     closed_at: int = -1
 
@@ -286,14 +296,14 @@ class EvaluationRun(GraphRun):
         """Steps whose evaluation has finished all rows."""
         return [step for step in self.under_way if not self.ledger.live.groups_of_step[step]]
 
-    def needs_weights(self, group: str, version: int) -> bool:
-        """Whether a group must keep its version for an evaluation that is due or running."""
-        due = any(version >= wanted.get(group, 0) for wanted in self.due.values())
-        return group in self.graph.handles and (bool(self.under_way) or due)
+    def needs_weights(self, edge: ParameterEdge, version: int) -> bool:
+        """Whether a follower must keep its version for an evaluation that is due or running."""
+        due = any(version >= wanted.get(edge, 0) for wanted in self.due.values())
+        return edge.follower in self.graph.handles and (bool(self.under_way) or due)
 
-    def mark(self, step: int, versions: Mapping[str, int]) -> None:
-        """Queue a step for evaluation, unless its evaluation has begun or is over. `versions` maps
-        groups to required versions."""
+    def mark(self, step: int, versions: Mapping[ParameterEdge, int]) -> None:
+        """Queue a step for evaluation, unless its evaluation has begun or is over. `versions` are
+        the followers' required versions."""
         if self.closed_at != step and step not in self.under_way:
             self.due[step] = versions
 
@@ -377,5 +387,5 @@ class GraphRuns:
     def evaluating(self) -> bool:
         return any(evaluation.pending for evaluation in self.evaluations.values())
 
-    def needs_weights(self, group: str, version: int) -> bool:
-        return any(evaluation.needs_weights(group, version) for evaluation in self.evaluations.values())
+    def needs_weights(self, edge: ParameterEdge, version: int) -> bool:
+        return any(evaluation.needs_weights(edge, version) for evaluation in self.evaluations.values())

@@ -305,7 +305,9 @@ class WorkerGroup:
         self._submit = submit
         self.calls = UnderWay()
         self.version = 0
-        """Policy version of the group's weights."""
+        """Policy version of the group's weights; of a group that follows several, the newest."""
+        self.versions: dict[str, int] = {}
+        """Leader -> version of its weights that the group has received."""
         self.absent: set[int] = set()
         """Ranks of an elastic group that do not fit into the cluster. They get no calls."""
         self.starting: set[int] = set()
@@ -346,6 +348,16 @@ class WorkerGroup:
         # All rows that descend from a source row have its prompt.
         have_one = node.level != SOURCE and node.writers.get(str(PROMPT_IDS)) == ""
         return have_one and self._shares_prompts
+
+    def version_of(self, leader: str) -> int:
+        """Return the version of a leader's weights that the group has. "" is the only leader, or the
+        group itself."""
+        return self.versions.get(leader, 0) if len(self.handle.leaders) > 1 else self.version
+
+    def set_version(self, leader: str, version: int) -> None:
+        """Note that the group has received a version of a leader's weights."""
+        self.versions[leader] = version
+        self.version = max(self.versions.values())
 
     @property
     def busy(self) -> bool:

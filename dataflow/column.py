@@ -82,6 +82,12 @@ RESPONSE_LOGPROBS = Column(
     "response_logprobs", FLOATS, "[L] nats, under the weights that sampled each token"
 )
 RESPONSE_VERSIONS = Column("response_versions", INTS, "[L] policy version that sampled each token")
+POLICY = Column(
+    "policy",
+    string,
+    "the actor whose adapter sampled the response, to which its versions refer",
+    "a rollout that follows several actors makes it: rollout.generate(prompts, policy=actor)",
+)
 _OF_ROLLOUT = "a rollout makes it with Sampling(top_p=..., top_k=..., min_p=... or min_tokens=...)"
 KEPT_COUNTS = Column(
     "kept_counts",
@@ -302,7 +308,7 @@ DESCRIBED: dict[Column, tuple[Column, ...]] = {
             TOKEN_SCORES,
             STEP_LABELS,
         ),
-        *(TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
+        *(POLICY, TURN_ENDS, TURN_REWARDS, EPISODE_ID, EPISODE_ROWS, EPISODE_TOKENS),
         *(TEACHER_IDS, TEACHER_LOGPROBS, HIGH_COVARIANCE, TOKEN_WEIGHTS, STUDENT_SPANS),
         *(TEACHER_RESPONSE_IDS, TEACHER_SPANS, TEACHER_RESPONSE_LOGPROBS),
     ),

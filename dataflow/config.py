@@ -117,6 +117,8 @@ class Config(pydantic.BaseModel):
 
 def _of_kind(value: Any, field: Any) -> Any:
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    if kinds and get_origin(kinds[0]) is dict:  # the names are data
+        return value
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
     # Strict mode rejects text for a path.

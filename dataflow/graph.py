@@ -26,6 +26,8 @@ from .source import Source, TableSource, file_columns
 
 SOURCE = 0
 """Level of the source's rows. The output rows of each EXPAND have their own level."""
+POLICY_ARGUMENT = "policy"
+"""Argument of a generating node: the leader whose weights sample, if its group follows several."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Node:
     """Nested graphs that contain the node, outermost first."""
     uses: tuple[str, ...] = ()
     """Other worker groups that work for the node: those among its arguments."""
+
+    @property
+    def policy(self) -> str:
+        """Name of the leader whose weights sample, if the node names one; otherwise ""."""
+        return self.arguments.get(POLICY_ARGUMENT) or ""
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,11 @@ class Handle:
         self.given = config
         """The configuration that the user gave."""
         self.config = _from_here(config)
-        """The configuration that the run uses, with absolute paths and the leader's LoRA
+        """The configuration that the run uses, with absolute paths and the leaders' LoRA
         settings."""
         self.name = name
-        self.leader: Handle | None = None
-        """The worker group whose weights this group loads."""
+        self.leaders: tuple[Handle, ...] = ()
+        """The worker groups whose weights this group loads: one, or several with an adapter each."""
         self.follows_every = 1
         """Load the weights after every this many updates of the leader."""
 
@@ -119,24 +126,36 @@ class Handle:
     def __repr__(self) -> str:
         return f"<handle {self.name or '(unnamed)'}: {self.worker_class.__name__}>"
 
-    def follows(self, leader: object, *, every: int = 1) -> None:
-        """Make this group load the weights of `leader` after every `every`-th update. Raises a
-        `UserError` if `leader` cannot publish weights or this group cannot receive them."""
-        if not isinstance(leader, Handle):
-            raise UserError(
-                f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
-            )
+    def follows(self, *leaders: object, every: int = 1) -> None:
+        """Make this group load the weights of a leader after every `every`-th update. A rollout can
+        follow several actors that train adapters of one model: `rollout.follows(a, b)`. Raises a
+        `UserError` if a leader cannot publish weights or this group cannot receive them."""
         if not isinstance(every, int) or every < 1:
             raise UserError(f"{self!r}.follows(every={every!r}): every must be an integer of at least 1")
-        wanted = ((leader, "publish_weights"), (leader, "finish_publishing"), (self, "receive_weights"))
-        for handle, method in wanted:
-            if not hasattr(handle.worker_class, method):
+        found: list[Handle] = []
+        for leader in leaders or (None,):
+            if not isinstance(leader, Handle):
                 raise UserError(
-                    f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()"
+                    f"{self.name or self.worker_class.__name__}.follows() takes a handle, not {leader!r}"
                 )
-        if self.leader is not None and self.leader is not leader:
-            raise UserError(f"{self!r} follows {self.leader!r} already; a group has one leader")
-        self.leader, self.follows_every = leader, every
+            if leader in found:
+                raise UserError(f"{self!r}.follows() names {leader!r} twice; name each leader once")
+            found.append(leader)
+            wanted = (
+                (leader, "publish_weights"),
+                (leader, "finish_publishing"),
+                (self, "receive_weights"),
+            )
+            for handle, method in wanted:
+                if not hasattr(handle.worker_class, method):
+                    raise UserError(
+                        f"{self!r} cannot follow {leader!r}: {handle.worker_class.__name__} has no {method}()"
+                    )
+        if self.leaders and self.leaders != tuple(found):
+            raise UserError(
+                f"{self!r} follows {', '.join(map(repr, self.leaders))} already; name all leaders in one call of follows()"
+            )
+        self.leaders, self.follows_every = tuple(found), every
 
     def __getattr__(self, method: str) -> Any:
         # Pickle and copy look up special methods on instances.
@@ -249,7 +268,8 @@ def _parameter_edges(ids: Mapping[str, str], graph: Graph) -> list[str]:
         updates = [ids[n.name] for n in graph.nodes if n.group == edge.leader and n.operation.updates]
         # With several updates, followers load the weights after the last one.
         start = updates[-1] if updates else alone[edge.leader]
-        ends = [ids[n.name] for n in graph.nodes if n.group == edge.follower] or [alone[edge.follower]]
+        users = [n for n in graph.nodes if n.group == edge.follower and n.policy in ("", edge.leader)]
+        ends = [ids[n.name] for n in users] or [alone[edge.follower]]
         drawn_alone |= dict.fromkeys(
             g for g in (edge.leader, edge.follower) if alone[g] in (start, *ends)
         )
@@ -273,18 +293,22 @@ def _column_problems(graph: Graph) -> Iterable[str]:
     source, identity = graph.source, {str(c) for c in IDENTITY}
     # A node may replace a column of the user's file, but not a column that Weft wrote.
     made = [column for column in source.columns if column not in file_columns(source)]
-    written: dict[str, str] = dict.fromkeys(made, f"source {source.name!r}")
+    written: dict[str, list[tuple[int, str]]] = {c: [(SOURCE, f"source {source.name!r}")] for c in made}
+    """Column -> the levels that have it, and who wrote it there."""
     for position, node in enumerate(graph.nodes):
+        level = node.level if node.makes_level is None else node.makes_level
         for column in node.missing:
             yield f"node {node.name!r} reads column {column!r}, {_why_missing(column, position, graph)}"
         for column in node.writes:
             if column in identity:
                 yield f"node {node.name!r} writes column {column!r}, which identifies rows and belongs to the buffer"
             # An EXPAND creates new rows, so a dialogue may write each turn's prompt to one column.
-            elif column in written and node.makes_level is None:
-                already = written[column]
-                yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
-            written.setdefault(column, f"node {node.name!r}")
+            elif node.makes_level is None:
+                for other, already in written.get(column, ()):
+                    if _on_one_branch(level, other, graph):
+                        yield f"node {node.name!r} writes column {column!r}, which {already} writes already; rename it (into=...)"
+                        break
+            written.setdefault(column, []).append((level, f"node {node.name!r}"))
 
 
 def _why_missing(column: str, position: int, graph: Graph) -> str:
@@ -329,6 +353,11 @@ def _descends(level: int, node: Node, nodes: Sequence[Node]) -> bool:
     return False
 
 
+def _on_one_branch(level: int, other: int, graph: Graph) -> bool:
+    """Whether the rows of one of these levels descend from the rows of the other, or are the same."""
+    return level in graph.line(other) or other in graph.line(level)
+
+
 def _group_problems(graph: Graph) -> Iterable[str]:
     for node in graph.nodes:
         if node.operation.whole_groups and node.level == SOURCE:
@@ -344,7 +373,10 @@ def _group_problems(graph: Graph) -> Iterable[str]:
 def _cycle_problems(graph: Graph) -> Iterable[str]:
     if cycle := _cycle({n.name: n.after for n in graph.nodes}):
         yield f"nodes wait for each other: {' -> '.join(cycle)}"
-    if cycle := _cycle({e.follower: (e.leader,) for e in graph.follows}):
+    leaders: dict[str, list[str]] = {}
+    for edge in graph.follows:
+        leaders.setdefault(edge.follower, []).append(edge.leader)
+    if cycle := _cycle(leaders):
         yield f"worker groups follow each other's weights: {' -> '.join(cycle)}"
 
 
@@ -388,9 +420,9 @@ class Graph:
         # A leader may follow another leader, so walk up until no new handle appears.
         pending, seen = list(self.handles.values()), set[int]()
         for handle in pending:
-            if handle.leader is not None and id(handle) not in seen:
-                edges.append(ParameterEdge(handle.called, handle.leader.called, handle.follows_every))
-                pending.append(handle.leader)
+            for leader in handle.leaders if id(handle) not in seen else ():
+                edges.append(ParameterEdge(handle.called, leader.called, handle.follows_every))
+                pending.append(leader)
             seen.add(id(handle))
         return tuple(edges)
 
@@ -403,6 +435,13 @@ class Graph:
 
     def parent_level(self, level: int) -> int:
         return next(n.level for n in self.nodes if n.makes_level == level)
+
+    def line(self, level: int) -> list[int]:
+        """Return a level and the levels of its ancestors, up to the source."""
+        found = [level]
+        while found[-1] != SOURCE:
+            found.append(self.parent_level(found[-1]))
+        return found
 
     def level_of(self, writer: str) -> int:
         """Return the level of the rows that a node ("" for the source) writes its columns to."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from .column import DRAW_PATH, IDENTITY, ON_DEMAND, Column, not_inherited
 from .errors import GraphError, NoSuchNodeError, UserError
-from .graph import SOURCE, Graph, Handle, Node
+from .graph import POLICY_ARGUMENT, SOURCE, Graph, Handle, Node
 from .operation import ALL_COLUMNS, CONFIG, Declaration, Shape, bind, bind_signature
 from .source import Source, file_columns
 
@@ -155,6 +155,14 @@ class _Trace:
             )
         return handle.name
 
+    def _named(self, handle: Handle, argument: str) -> str:
+        """Return the name of a worker group that is an argument of a node."""
+        if argument != POLICY_ARGUMENT:
+            return self.name_handle(handle, None)
+        # The graph only uses a policy's weights, which its follower has.
+        handle.name = handle.called
+        return handle.name
+
     def add_node(
         self,
         rows: _SymbolicRows,
@@ -170,9 +178,9 @@ class _Trace:
             f"{group}.{declaration.name}" if group else declaration.name, {n.name for n in self.nodes}
         )
         given = arguments = bind(function, 2 if handle else 1, args, kwargs)
-        # A node may use another worker group. Its worker gets the name of the group.
+        # A node may name another worker group. Its worker gets the name of the group.
         arguments = {
-            name: self.name_handle(value, None) if isinstance(value, Handle) else value
+            name: self._named(value, name) if isinstance(value, Handle) else value
             for name, value in given.items()
         }
         given = {**given, CONFIG: handle.config} if handle else given
@@ -201,7 +209,11 @@ class _Trace:
             writers={c: rows.writers[c] for c in reads},
             after=self._after(rows, reads, group if operation.updates else None),
             path=self.path,
-            uses=tuple(arguments[name] for name, value in given.items() if isinstance(value, Handle)),
+            uses=tuple(
+                arguments[name]
+                for name, value in given.items()
+                if isinstance(value, Handle) and name != POLICY_ARGUMENT
+            ),
         )
         self.nodes.append(node)
         self.num_levels += expands

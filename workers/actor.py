@@ -337,14 +337,39 @@ class _WithGap:
 def agree_on_adapters(handles: Iterable[Handle]) -> None:
     """Decide for each followed group with an adapter what to publish: the adapter alone or merged
     weights (`Lora.published`). Set the handles' `config` accordingly. Raises a UserError if the
-    user asks for the adapter alone but a follower cannot take it."""
+    user asks for the adapter alone but a follower cannot take it, or if a group follows several
+    groups that do not all train an adapter that it can serve."""
     handles = list(handles)
     for handle in handles:
         handle.config = handle.given
+    for follower in handles:
+        if len(follower.leaders) > 1:
+            _check_slots(follower)
     for leader in handles:
-        followers = [handle for handle in handles if handle.leader is leader]
+        followers = [handle for handle in handles if leader in handle.leaders]
         if followers and getattr(leader.given, "lora", None) is not None:
             _agree(leader, followers)
+
+
+def _check_slots(follower: Handle) -> None:
+    """Check that a group can serve an adapter of each of its leaders."""
+    first = follower.leaders[0]
+    for leader in follower.leaders:
+        given, why, fix = leader.given, "", "give each leader its own rollout group"
+        if getattr(given, "lora", None) is None:
+            why, fix = "trains the whole model", "give it lora=weft.Lora(...)"
+        elif given.lora.published == "merged":
+            why, fix = "publishes merged weights", "leave Lora(published='merged') out"
+        elif given.dtype != first.given.dtype:
+            why = f"has dtype {given.dtype!r}, and {first.called!r} has {first.given.dtype!r}"
+            fix = "give both the same dtype"
+        elif reason := follower.worker_class.refuses_adapter(follower.given, given):
+            why, fix = f"has an adapter that {follower.called!r} cannot serve: {reason}", "change that"
+        if why:
+            raise UserError(
+                f"{follower.called!r} follows {len(follower.leaders)} groups, so each must train an adapter of one model; "
+                f"{leader.called!r} {why}; {fix}"
+            )
 
 
 def _agree(leader: Handle, followers: list[Handle]) -> None:
@@ -353,6 +378,8 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
         (f, reason) for f in followers if (reason := f.worker_class.refuses_adapter(f.given, given))
     ]
     published = given.lora.published
+    if any(len(follower.leaders) > 1 for follower in followers):
+        published = "adapter"
     if published is None:
         # Every follower can load merged weights, but merging loses small updates in bfloat16.
         published = "adapter" if given.dtype == "bfloat16" and not refusals else "merged"
@@ -365,4 +392,5 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
     lora = given.lora.model_copy(update={"published": published})
     leader.config = given.model_copy(update={"lora": lora})
     for follower in followers if published == "adapter" else ():
-        follower.config = follower.given.model_copy(update={"adapter": lora, "dtype": given.dtype})
+        adapters = {**follower.config.adapters, leader.called: lora}
+        follower.config = follower.given.model_copy(update={"adapters": adapters, "dtype": given.dtype})

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..dataflow.column import (
     KEPT_COUNTS,
     KEPT_IDS,
     MADE_BEFORE,
+    POLICY,
     PROMPT_IDS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
@@ -35,6 +36,7 @@ from ..dataflow.column import (
     TEMPERATURE,
 )
 from ..dataflow.errors import GenerationError, SampleError, UserError
+from ..dataflow.graph import Handle
 from ..dataflow.lazy import torch
 from ..dataflow.metrics import Max, Mean, Metrics, Sum
 from ..dataflow.operation import ALL_COLUMNS, Shape
@@ -82,9 +84,17 @@ POLL_S = 0.001
 """[s] Polling interval for new weights while the engine has nothing to decode."""
 
 
-def _writes(sampling: Sampling, config: RolloutConfig) -> tuple[str, ...]:
+def _writes(sampling: Sampling, config: RolloutConfig, policy: str | None) -> tuple[str, ...]:
     more = (RESPONSE_VERSIONS, FINISH_REASON, TEMPERATURE, *((ROUTES,) if config.routes else ()))
-    return (str(RESPONSE_IDS), *sampling.writes, *map(str, more))
+    return (str(RESPONSE_IDS), *sampling.writes, *map(str, more), *_of_policy(policy))
+
+
+def _writes_of_run(harness: object, sampling: Sampling, policy: str | None) -> tuple[str, ...]:
+    return (*episode_columns(harness, sampling), *_of_policy(policy))
+
+
+def _of_policy(policy: str | None) -> tuple[str, ...]:
+    return () if policy is None else (str(POLICY),)
 
 
 def _interact_with(env: Any) -> Interact:
@@ -95,6 +105,30 @@ def _interact_with(env: Any) -> Interact:
             f"interact(env=...) takes a group of environments, weft.group(weft.EnvWorker, make=...), not {env!r}"
         )
     return Interact(env=env.called)
+
+
+@dataclass(frozen=True)
+class _WithPolicy:
+    rollout: Any
+    policy: Any
+
+    def __getattr__(self, method: str) -> Any:
+        # Pickle and copy look up special methods on instances.
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return partial(getattr(self.rollout, method), policy=self.policy)
+
+
+def with_policy(rollout: Any, actor: Any) -> Any:
+    """Return a rollout group that samples with the adapter of one of the actors that it follows, for
+    any graph: `grpo(prompts, rollout=weft.with_policy(rollout, actor), reward=reward, actor=actor)`.
+    Raises a UserError unless both are handles."""
+    for handle in (rollout, actor):
+        if not isinstance(handle, Handle):
+            raise UserError(
+                f"with_policy() takes the handles of a rollout group and of an actor, made by weft.group, not {handle!r}"
+            )
+    return _WithPolicy(rollout, actor)
 
 
 class RolloutWorker(Worker):
@@ -120,7 +154,7 @@ class RolloutWorker(Worker):
         self._images = ImageReader(config.model, self._folder) if reads_images else None
         # A user's own engine may not accept these.
         served = {
-            "adapter": config.adapter,
+            "adapters": config.adapters or None,
             "images": self._images,
             "kept_sets": config.kept_sets or None,
         }
@@ -145,7 +179,12 @@ class RolloutWorker(Worker):
         writes=_writes,
     )
     def generate(
-        self, prompts: Batch, *, n: int = 1, sampling: Sampling = Sampling()
+        self,
+        prompts: Batch,
+        *,
+        n: int = 1,
+        sampling: Sampling = Sampling(),
+        policy: Worker | str | None = None,
     ) -> Generator[tuple[Children | Unfinished, Metrics] | None, Collection[int] | None, None]:
         """Sample `n` responses to each prompt.
 
@@ -159,6 +198,8 @@ class RolloutWorker(Worker):
                 that already exist), `expected_tokens` (starts the longest responses first),
                 `begun_number` (continues one response per row, which another replica began and whose
                 columns the row has), and `images`, each with a placeholder in the prompt.
+            policy: the handle of the actor whose adapter samples, if the group follows several. A
+                worker gets its name.
 
         Returns:
             Rows with `parent_id` (the prompt's `sample_id`), `response_ids` [L] int32,
@@ -166,7 +207,8 @@ class RolloutWorker(Worker):
             `temperature` float32 and, if set in the configuration, `routes`. Log-probabilities are
             those of the sampling distribution; for greedy responses, of the model's own
             distribution (with `temperature` 1). If the sampling truncates the distribution and a
-            trainer reads the rows, they also have `kept_counts` and `kept_ids`. Metrics: `tokens`,
+            trainer reads the rows, they also have `kept_counts` and `kept_ids`. With `policy`, they
+            have the column `policy`; their versions count its updates. Metrics: `tokens`,
             `response_length` and `truncation_rate` (share of responses that reached the token limit).
 
         Raises:
@@ -197,7 +239,8 @@ class RolloutWorker(Worker):
             own = range(n) if begun_numbers is None else (begun_numbers[row],)
             for index in (index for index in own if index not in made[row]):
                 seed = self._seed(int(group_ids[row]), draws[row], ids.tobytes(), index)
-                requests.append(GenerationRequest(row * n + index, ids, seed, images[row]))
+                number = row * n + index
+                requests.append(GenerationRequest(number, ids, seed, images[row], policy=_name(policy)))
             of_rows.append(range(first, len(requests)))
         # Number of unfinished responses per prompt.
         left = Counter(request.request_id // n for request in requests)
@@ -219,14 +262,14 @@ class RolloutWorker(Worker):
                     self._check_kept_sets(responses, sampling)
                     left.subtract(response.request_id // n for response in responses)
                     if responses:
-                        children = _children(responses, sample_ids, left, n, sampling)
+                        children = _children(responses, sample_ids, left, n, sampling, policy)
                         sent = yield children, _metrics(responses)
                     else:
                         sent = yield None
                     if self._hand_over is not None and (given := steps.send(self._hand_over)):
                         self._hand_over = None
                         left.subtract(response.request_id // n for response in given)
-                        unfinished = self._unfinished(given, sample_ids, left, n, sampling)
+                        unfinished = self._unfinished(given, sample_ids, left, n, sampling, policy)
                         moved = {"moved_responses": Sum(float(len(given)))}
                         sent = [*(sent or ()), *((yield unfinished, moved) or ())]
                     rows = np.flatnonzero(np.isin(sample_ids, list(sent))) if sent else ()
@@ -248,12 +291,13 @@ class RolloutWorker(Worker):
         left: Mapping[int, int],
         n: int,
         sampling: Sampling,
+        policy: Worker | str | None,
     ) -> Unfinished:
         kept = KeptSets.whole(0) if self.config.kept_sets and sampling.truncates else None
         routes = np.zeros(0, np.uint16) if self.config.routes else None
         # The next engine computes the routes of all tokens.
         given = [replace(one, kept_sets=one.kept_sets or kept, routes=routes) for one in given]
-        children = _children(given, sample_ids, left, n, sampling)
+        children = _children(given, sample_ids, left, n, sampling, policy)
         return Unfinished(children.rows, children.numbers, children.finished)
 
     @remote(
@@ -261,10 +305,16 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         may_read=(ALL_COLUMNS, *IDENTITY),
-        writes=episode_columns,
+        writes=_writes_of_run,
     )
     def run(
-        self, prompts: Batch, *, harness: Any, n: int = 1, sampling: Sampling = Sampling()
+        self,
+        prompts: Batch,
+        *,
+        harness: Any,
+        n: int = 1,
+        sampling: Sampling = Sampling(),
+        policy: Worker | str | None = None,
     ) -> EpisodeParts:
         """Run `n` episodes of a harness for each prompt, and make training rows of their turns.
 
@@ -277,6 +327,7 @@ class RolloutWorker(Worker):
             harness: a function `async def run(row, *, base_url, api_key) -> float`, a class whose
                 methods are tools, or a `Harness` of `workers/agents/harness.py`.
             sampling: `max_tokens` limits one turn; `max_context` limits a conversation.
+            policy: as in `generate`.
 
         Returns:
             The columns of `generate`, and `prompt_ids` [P] int32 of the conversation,
@@ -288,7 +339,7 @@ class RolloutWorker(Worker):
             SampleError: all episodes of a prompt failed, and the policy did not cause it.
             GatewayLost: the gateway is gone, and no other answers in time.
         """
-        call = EpisodeCall(prompts, as_harness(harness), n, sampling, self._seed)
+        call = EpisodeCall(prompts, as_harness(harness), n, sampling, self._seed, _name(policy))
         # The gateway finds the model as the driver does; this rank may be on another node.
         parsers = self.config.tool_parser, self.config.reasoning_parser
         opened = call.opened(str(self.config.model), self.max_context, *parsers)
@@ -313,19 +364,27 @@ class RolloutWorker(Worker):
         shape=Shape.EXPAND,
         interruptible=True,
         may_read=(ALL_COLUMNS, *IDENTITY),
-        writes=lambda env, sampling: episode_columns(_interact_with(env), sampling),
+        writes=lambda env, sampling, policy: _writes_of_run(_interact_with(env), sampling, policy),
     )
     def interact(
-        self, prompts: Batch, *, env: EnvWorker | str, n: int = 1, sampling: Sampling = Sampling()
+        self,
+        prompts: Batch,
+        *,
+        env: EnvWorker | str,
+        n: int = 1,
+        sampling: Sampling = Sampling(),
+        policy: Worker | str | None = None,
     ) -> EpisodeParts:
         """Play `n` episodes for each prompt in the environments of an `EnvWorker` group. Returns what
         `run` returns, with `reward` (the sum of an episode's rewards) and `turn_rewards`.
 
         Args:
             env: the handle of the group. A worker gets its name.
+            policy: as in `generate`.
         """
         assert isinstance(env, str)
-        yield from self.run(prompts, harness=Interact(env=env), n=n, sampling=sampling)
+        harness = Interact(env=env)
+        yield from self.run(prompts, harness=harness, n=n, sampling=sampling, policy=policy)
 
     @cached_property
     def _episodes(self) -> EpisodeServer:
@@ -337,18 +396,20 @@ class RolloutWorker(Worker):
 
     @remote(dispatch=Dispatch.ONE_TO_ALL, interruptible=True)
     def receive_weights(
-        self, weights: Weights, recompute: bool = False
+        self, weights: Weights, recompute: bool = False, policy: str = ""
     ) -> str | Generator[None, None, tuple[str, Metrics]]:
         """Load a published version of the weights, and return its checksum. With a double buffer
         and while the worker is sampling, return a generator: it yields while the version arrives,
         and returns the checksum and the metric `weights_pause_s`. `recompute` rebuilds the KV cache
-        of unfinished responses. Raises a WeightSyncError if the bytes differ from the published
-        ones or do not fit the model."""
+        of unfinished responses. `policy` is the actor that published the weights, if the group
+        follows several. Raises a WeightSyncError if the bytes differ from the published ones or do
+        not fit the model."""
         weights = weights.to(f"{self.context.name}[{self.context.rank}]")
         # vLLM's own backends write directly into the model, so they cannot stage a version.
-        if self._generating and self._doubles and not weights.backend:
+        # Adapters are small enough to load at once.
+        if self._generating and not policy and self._doubles and not weights.backend:
             return self._stage(weights, recompute)
-        return self._take(weights, recompute)
+        return self._take(weights, recompute, policy)
 
     @cached_property
     def _doubles(self) -> bool:
@@ -358,8 +419,10 @@ class RolloutWorker(Worker):
         memory = None if torch.cuda.is_available() else node_memory()
         return memory is not None and memory.free_bytes >= 2 * self.engine.weight_bytes()
 
-    def _take(self, weights: Weights, recompute: bool) -> str:
-        checksum = self.engine.update_weights(weights)
+    def _take(self, weights: Weights, recompute: bool, policy: str = "") -> str:
+        # A user's own engine may not accept a policy.
+        named = {"policy": policy} if policy else {}
+        checksum = self.engine.update_weights(weights, **named)
         if recompute:
             self.engine.recompute()
         return checksum
@@ -375,11 +438,13 @@ class RolloutWorker(Worker):
         return checksum, {"weights_pause_s": Max(time.perf_counter() - started)}
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def canary(self) -> Canary:
+    def canary(self, policy: str = "") -> Canary:
         """Sample a few responses to random prompts, for `check_canary`."""
         prompts = _canary_prompts(self._vocabulary)
         max_tokens = min(_CANARY_RESPONSE_TOKENS, self.max_context - _CANARY_PROMPT_TOKENS)
-        requests = [GenerationRequest(row, ids, seed=row) for row, ids in enumerate(prompts)]
+        requests = [
+            GenerationRequest(row, ids, seed=row, policy=policy) for row, ids in enumerate(prompts)
+        ]
         steps = generate(self.engine, requests, Sampling(max_tokens=max_tokens, stop=None))
         found = sorted((one for step in steps for one in step), key=lambda one: one.request_id)
         dtype, quantised = self.config.dtype, self.config.quantization is not None
@@ -500,7 +565,7 @@ class RolloutWorker(Worker):
     def discards_weights(cls, config: RolloutConfig) -> bool:
         # An adapter's base model never arrives again.
         own = RolloutWorker
-        return cls.offload is own.offload and cls.new_engine is own.new_engine and config.adapter is None
+        return cls.offload is own.offload and cls.new_engine is own.new_engine and not config.adapters
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:
@@ -561,11 +626,21 @@ def _children(
     left: Mapping[int, int],
     n: int,
     sampling: Sampling,
+    policy: Worker | str | None,
 ) -> Children:
     """Return responses as child rows. `left` maps a prompt's row to its unfinished responses."""
     rows, numbers = np.divmod(np.array([response.request_id for response in responses], np.int64), n)
     finished = [row for row in dict.fromkeys(rows.tolist()) if not left[row]]
-    return Children(_batch(sample_ids[rows], responses, sampling), numbers, sample_ids[finished])
+    batch = _batch(sample_ids[rows], responses, sampling)
+    if policy is not None:
+        batch = batch.with_columns(**{str(POLICY): [_name(policy)] * len(batch)})
+    return Children(batch, numbers, sample_ids[finished])
+
+
+def _name(policy: Worker | str | None) -> str:
+    """Return a policy as requests name it. Workers get names instead of handles."""
+    assert policy is None or isinstance(policy, str)
+    return policy or ""
 
 
 def _batch(parent_ids: np.ndarray, responses: Sequence[Response], sampling: Sampling) -> Batch:

@@ -71,8 +71,8 @@ class RolloutConfig(VllmSettings):
     """Dtype of the weights. "auto" selects float32 on CPUs and bfloat16 on GPUs, or the actor's
     dtype if the actor publishes only its adapter. Choose "float32" to compare log-probabilities
     exactly with the trainer's."""
-    adapter: Lora | None = None
-    """Adapter to serve. The run sets it from the followed actor (`Lora.published`)."""
+    adapters: dict[str, Lora] = Field(default_factory=dict)
+    """Actor -> adapter to serve. The run sets it from the followed actors (`Lora.published`)."""
     routes: bool = False
     """Record which experts process each token of a mixture of experts, in 2 bytes per token, expert
     and layer. Trainers replay these routes ("router replay", arXiv:2510.11370). Set it if
@@ -95,10 +95,11 @@ class RolloutConfig(VllmSettings):
     """How agents' gateway separates thinking from content: the name of one of vLLM's reasoning
     parsers, "none" to leave it in the content, or "auto" to choose by tags such as `<think>`. Set it
     if the model writes thinking in another form."""
-    free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapter", "kept_sets", "double_buffer"))
+    free_on_resume: ClassVar[frozenset[str]] = frozenset(("adapters", "kept_sets", "double_buffer"))
     retired: ClassVar[Mapping[str, str]] = {
         "vllm": "tensor_parallel=..., max_num_seqs=..., kv_cache_gib=... and the others are set directly",
         "transformers": "max_num_seqs=... is set directly",
+        "adapter": "the run sets the adapters of the followed actors; rollout.follows(actor) names them",
         "max_failed": "up to 5 % of the prompts may fail three times each; RewardConfig has max_failed for samples",
     }
 

@@ -244,7 +244,7 @@ class Worker:
     @classmethod
     def refuses_adapter(cls, config: Any, leader: Any) -> str:
         """Return why a group with this configuration cannot load only the adapter of a leader with
-        the configuration `leader`, or "" if it can. Then, the run sets `config.adapter`."""
+        the configuration `leader`, or "" if it can. Then, the run sets `config.adapters`."""
         return f"{cls.__name__} takes complete weights"
 
     @classmethod
@@ -273,8 +273,9 @@ class Worker:
         """Coordinates of this rank in its group's mesh. The rank registers them with the driver."""
         return Coordinates(dp=self.context.rank)
 
-    def follows(self, leader: Worker, *, every: int = 1) -> None:
-        """Load the weights of `leader` after every `every`-th update. Call it before graphs run."""
+    def follows(self, *leaders: Worker, every: int = 1) -> None:
+        """Load the weights of a leader, or the adapters of several, after every `every`-th update. Call
+        it before graphs run."""
         raise TypeError(
             "follows() belongs to the handles that weft.group returns, not to a "
             f"{type(self).__name__} itself"

@@ -32,7 +32,7 @@ def measure() -> dict[str, float]:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _make_model(Path(folder))
+        make_model(Path(folder))
         for engine in ("vllm", "transformers"):
             name = "truncated_gap" if engine == "vllm" else f"truncated_gap_{engine}"
             gaps, without = gaps_of(folder, engine)
@@ -125,7 +125,7 @@ def _gap(actor: Any, rows: Any) -> np.ndarray:
     return np.abs(own - rows.ragged_numpy("response_logprobs")[0])
 
 
-def _make_model(folder: Path) -> None:
+def make_model(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -176,9 +176,8 @@ class Local(Backend):
     def check(self, placement: Mapping[str, Place], handles: Mapping[str, Handle] = {}) -> None:
         """Raise a `UserError` if memory is too small, or a weight transport needs processes."""
         check_machine(handles, {})
-        for handle in handles.values():
-            leader = handle.leader
-            if leader is not None and leader.vllm_backend:
+        for leader in (leader for handle in handles.values() for leader in handle.leaders):
+            if leader.vllm_backend:
                 raise UserError(
                     f'Local(): transport="{leader.transport}" of {leader.called!r} needs processes that work at the same time; '
                     'use weft.RayBackend(), or transport="auto"'

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ...dataflow.buffer.sample_buffer import SampleBuffer
 from ...dataflow.column import RESPONSE_VERSIONS
 from ...dataflow.errors import NoSignalError, StalledError
+from ...dataflow.graph import ParameterEdge
 from ..graph_run import EvaluationRun, GraphRuns
 from ..reports.symptoms import FIRST_WITHOUT_SIGNAL, NO_SIGNAL, SHORT_STEP, all_filtered, rewards_of
 from ..run_spec import RunHistory, RunSpec
@@ -128,8 +129,8 @@ class Admission:
             self._has_alerted = True
             self._alert(SHORT_STEP, f"{found}. It is trained on {train.short_size}. {FEW_PASS}")
 
-    def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[str, int]) -> bool:
-        """Whether an evaluation may begin. `versions` maps groups to required versions."""
+    def _may_begin(self, evaluation: EvaluationRun, versions: Mapping[ParameterEdge, int]) -> bool:
+        """Whether an evaluation may begin. `versions` are the followers' required versions."""
         # Training waits for the evaluation, and the evaluation waits for all running calls.
         if self._holds_training:
             idle = all(call.behind for call in self._calls.at_work) and not self._calls.beside_the_graph
@@ -137,7 +138,7 @@ class Admission:
         # Groups keep the weights of the previous evaluation until it is over.
         if evaluation.under_way and not self._schedule.overlaps:
             return False
-        return all(self._calls.groups[name].version >= version for name, version in versions.items())
+        return all(self._weights.held(edge) >= version for edge, version in versions.items())
 
     def _capacity(self) -> tuple[int, str]:
         each, train = self._schedule.prompts_per_step, self._train

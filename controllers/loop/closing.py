@@ -80,9 +80,8 @@ class Closing:
         row = {"step": float(train.step), "time_s": now - self._started, **metrics}
         if train.step:
             seconds = now - self._closed_at
-            # Updates of several groups train on the same rows, so do not add up their counts.
-            tokens = max(train.tokens.values(), default=0)
-            row["samples"] = float(max(train.samples.values(), default=0))
+            tokens = train.total(train.tokens)
+            row["samples"] = float(train.total(train.samples))
             row["step_s"] = seconds
             row["tokens_per_s"] = tokens / seconds if seconds else 0.0
         if time.monotonic() - self._memory_read_at >= READ_S:

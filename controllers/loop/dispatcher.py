@@ -1,6 +1,7 @@
 """Dispatcher: gives idle worker groups the rows that are ready for their nodes.
 
-- A busy group starts only interruptible calls (generation that overlaps training).
+- A busy group starts only interruptible calls: generation that overlaps training, or that samples
+  with other policies.
 - A group starts nothing while another group on its pool is busy.
 - Before an update claims groups, the dispatcher sets aside those that are too old. The other groups
   then show whether the batch is complete.
@@ -240,10 +241,17 @@ class Dispatcher:
         """Whether several calls of a node may run at the same time."""
         return node.operation.interruptible and self._schedule.overlaps
 
+    def _joins_others(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> bool:
+        """Whether a call of a node may join the calls of other policies on its group."""
+        if not (node.operation.interruptible and node.policy):
+            return False
+        return all(c.ledger is graph_run.ledger and c.node and c.node.policy for c in group.at_work)
+
     def _share(self, graph_run: GraphRun, node: Node, group: WorkerGroup) -> Share | None:
         if not graph_run.ledger.readiness.ready(node):
             return None
-        if not group.is_free(to_join=self._joins(node)):
+        joins = self._joins(node) or self._joins_others(graph_run, node, group)
+        if not group.is_free(to_join=joins):
             return None
         # The new weights wait for the evaluation, so the evaluation must not wait for them.
         waits_for_it = isinstance(graph_run, EvaluationRun) and not self._schedule.overlaps
@@ -286,7 +294,7 @@ class Dispatcher:
             # A started update cannot be undone, so the call's timeout ends the run instead.
             deadline_s=None if updates else self._buffer.config.lease_deadline_s,
             staleness=self._staleness(node, group) if graph_run is self._train else None,
-            version=group.version if self._ages_from_the_start(node) else None,
+            version=group.version_of(node.policy) if self._ages_from_the_start(node) else None,
         )
         if lease is None:
             return

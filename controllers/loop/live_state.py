@@ -245,6 +245,7 @@ class LiveState:
 def _group(group: WorkerGroup, now: float) -> dict[str, Any]:
     return {
         "version": group.version,
+        "versions": dict(group.versions),
         "ranks": len(group.mesh),
         "absent": sorted(group.absent),
         "starting": sorted(group.starting),

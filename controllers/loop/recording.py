@@ -1,4 +1,5 @@
-"""Recording: gives every graph a node that writes its samples to the run directory.
+"""Recording: gives every graph a node that writes its samples to the run directory, or a node for each
+of its branches that samples.
 
 Weft records a group when all other nodes are done with it, under the step that trained on it. In a
 graph without updates, that is the step that issued it; in an evaluation, the evaluated step.
@@ -22,6 +23,7 @@ from ...dataflow.column import (
     EPISODE_TOKENS,
     FINISH_REASON,
     OLD_LOGPROBS,
+    POLICY,
     PREFERRED,
     PROMPT,
     PROMPT_IDS,
@@ -37,7 +39,7 @@ from ...dataflow.column import (
     VALUES,
     is_of_reward,
 )
-from ...dataflow.graph import Graph, Node
+from ...dataflow.graph import SOURCE, Graph, Node
 from ...dataflow.operation import declaration_of
 from ...dataflow.source import file_columns
 from ...workers.function import RecorderWorker
@@ -53,6 +55,7 @@ RECORDED = (
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
     RESPONSE_VERSIONS,
+    POLICY,
     RESPONSE_MASK,
     EPISODE_ID,
     EPISODE_ROWS,
@@ -74,27 +77,36 @@ RECORDED = (
 
 
 def with_recording(graph: Graph) -> Graph:
+    sampled = [
+        node.makes_level
+        for node in graph.nodes
+        if node.makes_level is not None and str(RESPONSE_IDS) in node.writes
+    ]
+    # A dialogue is recorded once, at its last turn.
+    above = {level for below in sampled for level in graph.line(below)[1:]}
+    levels = [level for level in sampled if level not in above] or [SOURCE]
+    made = [node for level in levels if (node := _recorder(graph, level, len(levels) > 1))]
+    return replace(graph, nodes=(*graph.nodes, *made)) if made else graph
+
+
+def _recorder(graph: Graph, level: int, is_one_of_several: bool) -> Node | None:
+    """Return a node that records the rows of a level; None if they have no columns to record."""
+    on_path = {*graph.line(level)}
     own = [column for column in graph.source.columns if column not in file_columns(graph.source)]
     writers: dict[str, str] = dict.fromkeys(own, "")
-    level = 0
     for node in graph.nodes:
-        writers |= dict.fromkeys(node.writes, node.name)
-        if node.makes_level is not None and str(RESPONSE_IDS) in node.writes:
-            level = node.makes_level
-    on_path = {level}
-    while level:
-        level = graph.parent_level(level)
-        on_path.add(level)
+        if graph.level_of(node.name) in on_path:
+            writers |= dict.fromkeys(node.writes, node.name)
     wanted = dict.fromkeys([*map(str, RECORDED), *(c for c in writers if is_of_reward(c))])
-    reads = tuple(c for c in wanted if c in writers and graph.level_of(writers[c]) in on_path)
+    reads = tuple(c for c in wanted if c in writers)
     if not reads:
-        return graph
+        return None
     declaration = declaration_of(RecorderWorker.record)
     assert declaration is not None
     # Wait for updates on lower levels as well.
     updates = [n.name for n in graph.nodes if n.operation.updates and n.level in on_path]
-    node = Node(
-        name=f"{RECORDER}.record",
+    return Node(
+        name=f"{RECORDER}.record_{level}" if is_one_of_several else f"{RECORDER}.record",
         group=RECORDER,
         operation=replace(declaration, reads=reads).called_with({}),
         function=RecorderWorker.record,
@@ -102,12 +114,11 @@ def with_recording(graph: Graph) -> Graph:
         reads=reads,
         missing=(),
         writes=(),
-        level=max(on_path),  # where the responses are
+        level=level,
         makes_level=None,
         writers={c: writers[c] for c in reads},
         after=tuple(dict.fromkeys([*(w for c in reads if (w := writers[c])), *updates])),
     )
-    return replace(graph, nodes=(*graph.nodes, node))
 
 
 def is_due(graph_run: GraphRun, node: Node, prompts_per_step: int, *, hurry: bool) -> bool:

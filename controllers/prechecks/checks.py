@@ -131,7 +131,7 @@ def check_graphs(graphs: Sequence[Graph]) -> dict[str, Handle]:
             raise UserError(
                 f"two worker groups are called {name!r}: give one of them another name with weft.group(..., name=...)"
             )
-        if getattr(handle.worker_class, "must_follow", False) and handle.leader is None:
+        if getattr(handle.worker_class, "must_follow", False) and not handle.leaders:
             raise UserError(
                 f"worker group {name!r} is a {handle.worker_class.__name__}, but follows no group; add "
                 f"{name}.follows(actor, every=...)"
@@ -258,23 +258,23 @@ def at_place_in_data(spec: RunSpec, point: ResumePoint | None) -> ResumePoint | 
 def check_followed(graph: Graph, schedule: Training) -> None:
     """Check that a group that generates samples for a policy gradient follows the trained group,
     and often enough for the schedule's maximum staleness."""
-    follows = {e.follower: e for e in graph.follows}
     generating = {n.group for n in graph.nodes if str(RESPONSE_VERSIONS) in n.writes and n.group}
     for node in graph.nodes:
         loss = node.arguments.get("loss")
         reads = {*getattr(loss, "reads", ()), *getattr(loss, "may_read", ())}
         needs_policy = reads & {str(RESPONSE_LOGPROBS), str(OLD_LOGPROBS)}
         for group in generating if node.operation.updates and needs_policy else ():
-            edge = follows.get(group)
-            if edge is None:
+            edges = [edge for edge in graph.follows if edge.follower == group]
+            if not edges:
                 raise UserError(
                     f"node {node.name!r} compares its policy with the one that generated, but {group!r} follows no group: "
                     f"add {group}.follows({node.group})"
                 )
             # Between two weight syncs, the follower lags by up to every - 1 versions.
-            if edge.leader == node.group and edge.every - 1 > schedule.max_staleness:
+            every = next((edge.every for edge in edges if edge.leader == node.group), 1)
+            if every - 1 > schedule.max_staleness:
                 raise UserError(
-                    f"{group!r} follows {node.group!r} every {edge.every} updates, but {type(schedule).__name__} "
+                    f"{group!r} follows {node.group!r} every {every} updates, but {type(schedule).__name__} "
                     f"allows a staleness of {schedule.max_staleness}; take every={schedule.max_staleness + 1}"
                 )
 
@@ -391,12 +391,10 @@ def check_transports(handles: Iterable[Handle], placement: Mapping[str, Place]) 
     CUDA IPC needs both groups on the same GPUs, and one sending rank on each GPU; NCCL needs
     separate GPUs. vLLM's backends need a vLLM engine.
     """
-    for handle in handles:
-        if handle.leader is None:
-            continue
-        leader, follower, transport = handle.leader.called, handle.called, handle.leader.transport
+    for handle, followed in ((one, leader) for one in handles for leader in one.leaders):
+        leader, follower, transport = followed.called, handle.called, followed.transport
         who = f'transport="{transport}" of {leader!r}, which {follower!r} follows'
-        backend = handle.leader.vllm_backend
+        backend = followed.vllm_backend
         if backend and (reason := handle.worker_class.refuses_vllm_backends(handle.given)):
             raise UserError(f'{who}: {reason}; change that, or take transport="auto"')
         way = backend or transport

@@ -143,9 +143,9 @@ class Simulated(Backend):
             groups[name] = WorkerGroup(name, handle, place, mesh, self._submit)
             costs = (c for n, c in self.costs.nodes.items() if n.startswith(f"{name}."))
             generates = [cost for cost in costs if isinstance(cost, Generation)]
-            if len(generates) > 1:
+            if any(cost != generates[0] for cost in generates):
                 raise UserError(
-                    f"CostModel.nodes: two nodes of {name!r} have a Generation; they share one engine"
+                    f"CostModel.nodes: nodes of {name!r} have different Generations, and share one engine; give both the same"
                 )
             cost = generates[0] if generates else None
             for replica in range(mesh[-1].dp + 1) if cost else (0,):  # otherwise all ranks work as one
@@ -269,10 +269,11 @@ class Simulated(Backend):
             replies = [(rank, self._result(call, rank, task, *about)) for rank, task in own]
             weights = own[0][1].arguments.get("weights") if call.method == "receive_weights" else None
             version = None if weights is None else weights.version
+            policy = own[0][1].arguments.get("policy", "")
             replica.run(at)
             if call.method == "hand_over":
                 replica.hand_over(HandOver(**own[0][1].arguments), at)
-            replica.add_call(Work(call, seconds, replies, version), at)
+            replica.add_call(Work(call, seconds, replies, version, policy), at)
             self._note(replica)
 
     def _result(

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +39,8 @@ class Work:
     """Pairs (rank, reply)."""
     version: int | None = None
     """Version of the weights that the call receives, if any."""
+    policy: str = ""
+    """The leader of these weights, if the group follows several."""
     interruptible = False
 
     @property
@@ -69,6 +71,7 @@ class Generating:
     queue: LongestFirst[tuple[int, int]] = field(init=False)
     """(prompt, response number) of responses that wait for the batch."""
     open_prompts: int = field(init=False)
+    policy: str = field(init=False)
     ended: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, response number) of finished responses that the batching delay holds back
     (`../ranks/row_io.py`)."""
@@ -95,6 +98,7 @@ class Generating:
             self.queue = LongestFirst(pairs, self.rows.expected, begun)
         self.versions = [np.zeros(len(own), np.int64) for own in self.lengths]
         self.open_prompts = sum(number > 0 for number in self.left)
+        self.policy = "" if self.call.node is None else self.call.node.policy
 
     @property
     def number(self) -> int:
@@ -147,8 +151,8 @@ class Replica:
         """[s] Time when the first delayed responses are published."""
         self._gathering: dict[Generating, None] = {}
         self._order = itertools.count()
-        self._changes, self._versions = [0], [0]
-        """Decode step when each version was received, and the versions."""
+        self._received: defaultdict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([0], [0]))
+        """Policy -> decode step when each version was received, and the versions."""
 
     @property
     def next_s(self) -> float:
@@ -228,7 +232,8 @@ class Replica:
             _, _, first, call, k, index = heapq.heappop(self._running)
             counts = call.rows.version_of  # token whose version counts
             token = 0 if isinstance(counts, str) else int(counts * call.lengths[k][index])
-            call.versions[k][index] = self._versions[bisect_right(self._changes, first + token) - 1]
+            changes, versions = self._received[call.policy]
+            call.versions[k][index] = versions[bisect_right(changes, first + token) - 1]
             call.left[k] -= 1
             call.queue.finish((k, index), int(call.lengths[k][index]))
             ended.setdefault(call, []).append((k, index))
@@ -338,7 +343,7 @@ class Replica:
         # A token id, its log-probability and its version count towards `BufferConfig.max_bytes`.
         segment = self._invent(12 * int(tokens))
         rank = next((rank for rank, task in call.tasks if task.keep), call.tasks[0][0])
-        newest = self._versions[-1] if knows else -1
+        newest = self._received[call.policy][1][-1] if knows else -1
         published = Published(
             ids, lengths, versions, rows.ids[list(prompts)], rows.ids[finished], newest
         )
@@ -353,8 +358,9 @@ class Replica:
         self._calls.finish(work)
         self.at += work.seconds
         if work.version is not None:
-            self._changes.append(self._steps)
-            self._versions.append(work.version)
+            changes, versions = self._received[work.policy]
+            changes.append(self._steps)
+            versions.append(work.version)
         for rank, reply in work.replies:
             self._on_reply(self.at, work.call, rank, reply)
         self._admit()

@@ -112,6 +112,7 @@ def _weights(
     found: list[dict[str, Any]] = []
     for leader, follower in dict.fromkeys((edge["leader"], edge["follower"]) for edge in edges):
         ahead, behind = (nested(live, "groups", name).get("version") for name in (leader, follower))
+        behind = nested(live, "groups", follower, "versions").get(leader, behind)
         [pause] = numbers(metrics.series(f"{follower}/weights_pause_s")[1][-1:]) or [None]
         [size] = numbers(metrics.series(f"{leader}/weights_bytes")[1][-1:]) or [None]
         row = received(calls, follower)[-1:]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -91,6 +91,7 @@ class _GraphState(TypedDict):
 
 class _GroupState(TypedDict):
     version: int
+    versions: NotRequired[dict[str, int]]
     ranks: int
     calls: list[_Call]
     absent: list[int]

@@ -204,8 +204,8 @@ class Ledger:
             return None
         for group, mask in taken:
             group.levels[node.level].leased[i] |= mask
-            if version is not None and group.version is None:
-                self.readiness.set_version(group, version)
+            if version is not None:
+                self.readiness.lower_version(group, version)
         self.leases.grant(lease)
         return lease
 

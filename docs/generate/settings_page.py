@@ -90,7 +90,7 @@ from weft.workers.training.lora import Lora
 from weft.workers.training.optimizer import OptimizerConfig
 
 FILLED = {
-    "RolloutConfig.adapter": "a run takes it over from the actor that is followed",
+    "RolloutConfig.adapters": "a run takes them over from the actors that are followed",
     "RolloutConfig.kept_sets": "a run sets it if a trainer reads kept sets",
     "RecorderConfig.tokenizer": "a run finds it among its groups",
     "Interact.env": "`rollout.interact` sets it",

@@ -124,8 +124,10 @@ def random_schedule(chance: random.Random) -> Training:
 def random_costs(chance: random.Random, *, critic: bool, keep: float = 1.0) -> CostModel:
     lengths = tuple(tuple(chance.choice([1, 2, 3, 5, 20, LONGEST]) for _ in range(2)) for _ in range(11))
     update = LinearCost(fixed_s=chance.choice([0.5, 2.0, 5.0]), per_token_s=0.01)
+    generation = Generation(lengths=lengths, decode_step_s=1.0)
     nodes: dict[str, Any] = {
-        "rollout.generate": Generation(lengths=lengths, decode_step_s=1.0),
+        "rollout.generate": generation,
+        "rollout.generate_2": generation,
         "reward.score": LinearCost(fixed_s=chance.choice([0.1, 1.0, 4.0])),
         "actor.update": update,
         "actor.publish_weights": LinearCost(fixed_s=0.5),
@@ -164,21 +166,27 @@ def lives(
     keep: float = 1.0,
     between: Callable[[Path], None] = lambda run: None,
     first: int = 0,
+    groups: Callable[[], dict[str, Any]] | None = None,
 ) -> None:
     """Kill a run after each of these numbers of replies, then let it finish.
 
     Args:
+        groups: returns handles of the graph's groups. The evaluation samples with `sampler`, if there
+            is one, instead of `rollout`.
         keep: share of the groups that the filter `odd_prompts` keeps.
         between: called with the run's folder before each resume.
         first: index of the first life. Pass more than 0 to continue an existing run.
     """
     has_critic = "critic" in inspect.signature(graph).parameters
     for life, replies in enumerate([*kills, None], first):
-        made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(SavedActor)}
-        made["rollout"].follows(made["actor"])
+        if groups is not None:
+            made = groups()
+        else:
+            made = {"rollout": group(Rollout), "reward": group(ToyReward), "actor": group(SavedActor)}
+            made["rollout"].follows(made["actor"])
+        sampler = made.pop("sampler", made["rollout"])
         evaluation = Evaluation(
-            toy_evaluation(prompts(3, "held_out"), rollout=made["rollout"], reward=made["reward"]),
-            every=2,
+            toy_evaluation(prompts(3, "held_out"), rollout=sampler, reward=made["reward"]), every=2
         )
         if has_critic:
             made["critic"] = group(SavedCritic, name="critic")

@@ -1,5 +1,6 @@
 """A leader publishes its weights, and its followers receive each version once."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from weft.dataflow.graph import group as handle
 from weft.dataflow.metrics import Max
 from weft.workers.dispatch import Dispatch
 from weft.workers.worker import remote
+
+EDGE = ParameterEdge("rollout", "actor", 1)
 
 
 class Middle(ToyActor):
@@ -113,7 +116,7 @@ def test_a_version_is_published_and_received_and_then_the_next_may_be():
     assert not weights.under_way and not weights.publish("actor"), "it has this version"
     assert not weights.is_read(groups["actor"])
     groups["actor"].version = 1
-    assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {"rollout": 1}
+    assert weights.lag(["rollout"]) == 1 and weights.coming(["rollout"]) == {EDGE: 1}
     assert weights.publish("actor")
 
 
@@ -228,7 +231,7 @@ def test_a_follower_of_every_second_version_receives_no_other():
     assert not sent(*weights.publish("actor"))
     for version, due in ((1, 0), (2, 1)):
         groups["actor"].version = version
-        assert weights.coming(["rollout"]) == {"rollout": version if due else 0}
+        assert list(weights.coming(["rollout"]).values()) == [version if due else 0]
         assert len(weights.publish("actor")) == due
 
 
@@ -268,7 +271,7 @@ def test_a_rank_is_compared_with_its_leader_at_first_and_after_a_replacement():
             assert weights.publish("actor")
         given = ToyWeights(version)
         receive = CallRequest(groups["rollout"], "receive_weights", {"weights": given})
-        followed = list(weights._received(answer(receive.make(), given.checksum), "actor", given))
+        followed = list(weights._received(answer(receive.make(), given.checksum), EDGE, given))
         if fresh:
             (canary,) = followed
             assert (canary.method, list(canary.ranks or ())) == ("canary", fresh)
@@ -335,3 +338,89 @@ def test_a_wrong_checksum_ends_the_run_and_names_the_rank():
         WeightSyncError, match=r"version 0 arrived at rollout\[0\] with checksum garbled"
     ):
         over(finish, ToyWeights(0))
+
+
+# Several leaders with an adapter each
+
+
+def of_two(**settings: Any) -> tuple[WeightSync, dict[str, WorkerGroup], list[Call]]:
+    """Return the weights of a rollout group that follows the actors `a` and `b`."""
+    asked = Asked()
+    groups = {name: asked.group(name, ResourcePool()) for name in ("a", "b")}
+    groups["rollout"] = asked.group("rollout", ResourcePool(), SlowRollout)
+    groups["rollout"].handle.follows(groups["a"].handle, groups["b"].handle)
+    cancelled: list[Call] = []
+    edges = [ParameterEdge("rollout", name, 1) for name in ("a", "b")]
+    partial = settings.pop("partial", "continue")
+    return WeightSync(edges, groups, partial, cancelled.append, **settings), groups, cancelled
+
+
+def sampling_with(group: WorkerGroup, policy: str) -> Call:
+    """Return a `generate` call in progress that samples with one policy."""
+    call = generating(group)
+    group.forget(call)
+    assert call.node is not None
+    call.node = replace(call.node, arguments={**call.node.arguments, "policy": policy})
+    group.watch(call)
+    return call
+
+
+def test_a_follower_of_two_leaders_has_a_version_of_each():
+    weights, groups, _ = of_two()
+    groups["a"].version, groups["b"].version = 4, 7
+    (first,), (second,) = weights.publish("a"), weights.publish("b")
+    (receive,) = over(first, ToyWeights(4))
+    assert receive.arguments["policy"] == "a"
+    assert not sent(second), "they do not wait for each other"
+    (finish,) = over(receive, ToyWeights(4).checksum)
+    assert not over(finish, ToyWeights(4)) and not weights.under_way
+    rollout = groups["rollout"]
+    assert (rollout.version_of("a"), rollout.version_of("b"), rollout.version) == (4, 7, 7)
+    groups["b"].version = 9
+    assert weights.lag(["rollout"]) == 2 and not weights.publish("a")
+    assert weights.followers("a") == {"rollout": 4} and weights.followers("b") == {"rollout": 7}
+    assert list(weights.coming(["rollout"]).values()) == [4, 9]
+
+
+def test_a_replaced_rank_gets_rows_once_it_has_the_adapters_of_all_leaders():
+    weights, groups, _ = of_two()
+    for name in ("a", "b"):
+        sent(*weights.publish(name))
+    rollout = groups["rollout"]
+    first, second = weights.resend(rollout, 0)
+    assert first.arguments["receivers"] == second.arguments["receivers"] == ["rollout[0]"]
+    sent(first)
+    assert rollout.lacking == {0} and not rollout.replicas
+    rollout.lacking.discard(0)  # it dies again, and its next process lacks both
+    first, *_ = weights.resend(rollout, 0)
+    sent(first)
+    assert rollout.lacking == {0}, "the adapter that came before is lost"
+    sent(second)
+    assert not rollout.lacking and rollout.replicas == [0]
+
+
+def test_a_version_waits_for_or_requeues_only_the_responses_of_its_policy():
+    weights, groups, _ = of_two(partial="finish")
+    call = sampling_with(groups["rollout"], "a")
+    assert not weights.publish("a") and weights.publish("b")
+    assert weights.holds_back(groups["rollout"]) and not weights.is_read(groups["a"])
+    groups["rollout"].forget(call)
+    (publish,) = weights.receive_when_idle()
+    assert publish.group.name == "a" and not weights.holds_back(groups["rollout"])
+    weights, groups, _ = of_two(partial="requeue")
+    sampling_with(groups["rollout"], "a")
+    edges = [ParameterEdge("rollout", name, 1) for name in ("a", "b")]
+    assert [len(weights._unfinished(edge, 0)) for edge in edges] == [1, 0]
+
+
+def test_an_evaluation_keeps_only_the_versions_that_have_arrived():
+    """If it kept the others too, it would wait for weights that wait for it."""
+    wanted = {"a": 1, "b": 1}
+    weights, groups, _ = of_two(keeps=lambda edge, version: version >= wanted[edge.leader])
+    for name in ("a", "b"):
+        sent(*weights.publish(name))
+    groups["a"].version = groups["b"].version = 1
+    assert not sent(*weights.publish("a"))
+    groups["a"].version = 2
+    assert not weights.publish("a"), "version 1 is to be evaluated"
+    assert not sent(*weights.publish("b")), "version 1 of b arrives"

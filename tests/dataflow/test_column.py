@@ -31,5 +31,5 @@ def test_the_columns_of_tokens_turns_and_episodes_are_not_inherited_by_other_tok
         if c.doc.startswith("[") and not name.endswith("_ids") and name != "images"
     } | {"teacher_ids", "kept_ids", "teacher_prompt_ids", "teacher_response_ids"}
     of_episodes = {name for name in KNOWN if name.startswith("episode_")}
-    assert said == of_tokens_and_turns | of_episodes
+    assert said == of_tokens_and_turns | of_episodes | {"policy"}
     assert of_episodes == {"episode_id", "episode_rows", "episode_tokens"}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from weft.algorithms import preference
-from weft.algorithms.advantages import group_normalized, leave_one_out
+from weft.algorithms.advantages import group_advantages, group_normalized, leave_one_out
 from weft.algorithms.evaluation import evaluate
 from weft.algorithms.graders.math import Gsm8k, Math
 from weft.algorithms.grpo import grpo
@@ -627,9 +627,49 @@ def test_follows_is_checked_when_it_is_called():
         reward().follows(a)
     with pytest.raises(UserError, match="RolloutWorker has no publish_weights"):
         group(ReferenceWorker, model="m").follows(r)
+    b = group(ActorWorker, model="m", name="b")
+    with pytest.raises(UserError, match=r"follows\(\) takes a handle, not None"):
+        r.follows()
+    with pytest.raises(UserError, match=r"names <handle b: ActorWorker> twice; name each leader once"):
+        r.follows(b, b)
     r.follows(a)
-    with pytest.raises(UserError, match="a group has one leader"):
-        r.follows(group(ActorWorker, model="m"))
+    with pytest.raises(UserError, match=r"already; name all leaders in one call of follows\(\)"):
+        r.follows(b)
+    r.follows(a)
+    assert r.leaders == (a,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def policies_of(*actors: str) -> Any:
+    """Return a graph with one rollout that samples with the adapters of these actors."""
+    made = [group(ActorWorker, model="m", name=name) for name in actors]
+    r = rollout()
+    r.follows(*made)
+
+    @graph
+    def several(prompts, *, rollout, reward):
+        for actor in made:
+            samples = reward.score(rollout.generate(prompts, policy=actor))
+            actor.update(group_advantages(samples), loss=PolicyLoss())
+
+    return several(PROMPTS, rollout=r, reward=reward())
+
+
+def test_branches_of_several_policies_may_write_the_same_columns():
+    made = policies_of("a", "b")
+    assert [(n.name, n.policy, n.level) for n in made.nodes if n.makes_level] == [
+        ("rollout.generate", "a", 0),
+        ("rollout.generate_2", "b", 0),
+    ]
+    assert made["b.update"].writers["advantages"] == "group_advantages_2"
+    assert made["rollout.generate"].uses == (), "the actor does not work for the node"
+    assert [(e.follower, e.leader) for e in made.follows] == [("rollout", "a"), ("rollout", "b")]
+    assert made["rollout.generate"].writes[-1] == "policy"
+    made.validate()
+    drawn = made.mermaid()
+    ids = {n.name: f"n{i}" for i, n in enumerate(made.nodes)}
+    own = f'{ids["b.update"]} -. "weights, every update" .-> {ids["rollout.generate_2"]}'
+    other = f'{ids["b.update"]} -. "weights, every update" .-> {ids["rollout.generate"]}'
+    assert own in drawn.splitlines()[-1] and other not in {line.strip() for line in drawn.splitlines()}
 
 
 def test_following_a_group_without_updates_is_refused():

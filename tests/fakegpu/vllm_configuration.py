@@ -96,7 +96,7 @@ def main() -> None:
         "plain": configuration(folder, VllmSettings()),
         "eager": configuration(folder, VllmSettings(compile=False, prefix_caching=False)),
         "parallel": configuration(folder, VllmSettings(tensor_parallel=2)),
-        "adapter": configuration(folder, VllmSettings(), adapter=Lora(rank=8)),
+        "adapter": configuration(folder, VllmSettings(), adapters={"actor": Lora(rank=8)}),
         "routes": configuration(experts, VllmSettings(), routes=True),
     }
     print(json.dumps(found))

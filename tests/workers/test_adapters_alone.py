@@ -57,10 +57,8 @@ def test_the_adapter_travels_alone_in_bfloat16_where_all_followers_serve_it(
         agree_on_adapters([leader, follower])
         assert leader.config.lora.published == published
         if published == "adapter":
-            assert (follower.config.adapter, follower.config.dtype) == (
-                leader.config.lora,
-                leader.config.dtype,
-            )
+            assert follower.config.adapters == {"actor": leader.config.lora}
+            assert follower.config.dtype == leader.config.dtype
         else:
             assert follower.config == follower.given
     assert leader.given.lora.published in (None, published)
@@ -71,7 +69,7 @@ def test_one_follower_that_takes_complete_weights_decides_for_all():
     teacher: Any = weft.group(ReferenceWorker, name="teacher", model="folder")
     teacher.follows(leader)
     agree_on_adapters([leader, follower, teacher])
-    assert leader.config.lora.published == "merged" and follower.config.adapter is None
+    assert leader.config.lora.published == "merged" and not follower.config.adapters
 
 
 def test_adapters_that_cannot_be_served_are_refused_by_name_on_request():
@@ -136,7 +134,7 @@ def test_a_small_update_arrives_by_the_adapter_and_is_lost_when_merged(tiny_mode
             model=str(tiny_model),
             engine="transformers",
             dtype="bfloat16",
-            adapter=lora if served else None,
+            adapters={"actor": lora} if served else {},
         )
     )
     plain: Any = rollout.engine.model  # pyright: ignore[reportAttributeAccessIssue]
@@ -162,7 +160,9 @@ def test_a_small_update_arrives_by_the_adapter_and_is_lost_when_merged(tiny_mode
 
 def test_nothing_is_generated_before_the_first_adapter_has_come(tiny_model: Path):
     lora = LORA.model_copy(update={"published": "adapter"})
-    rollout = RolloutWorker(RolloutConfig(model=str(tiny_model), engine="transformers", adapter=lora))
+    rollout = RolloutWorker(
+        RolloutConfig(model=str(tiny_model), engine="transformers", adapters={"actor": lora})
+    )
     requests = [GenerationRequest(0, torch.tensor([5, 6]).numpy(), seed=0)]
     with pytest.raises(GenerationError, match="no complete version of the weights has arrived"):
         next(generate(rollout.engine, requests, weft.Sampling(max_tokens=2)))
@@ -173,7 +173,9 @@ def test_a_served_adapter_has_the_trainers_log_probabilities(tiny_model: Path, d
     lora = Lora(rank=4, alpha=8, dora=dora, published="adapter")
     worker = ActorWorker(ActorConfig(model=str(tiny_model), lora=lora))
     small_update(worker, 1e-2)
-    rollout = RolloutWorker(RolloutConfig(model=str(tiny_model), engine="transformers", adapter=lora))
+    rollout = RolloutWorker(
+        RolloutConfig(model=str(tiny_model), engine="transformers", adapters={"actor": lora})
+    )
     rollout.receive_weights(worker.publish_weights(3))
     requests = [GenerationRequest(0, torch.tensor([5, 6, 7], dtype=torch.int32).numpy(), seed=0)]
     (found,) = [
@@ -225,6 +227,6 @@ def test_a_bfloat16_run_sends_adapters_and_resumes(tiny_model: Path, tmp_path: P
             progress=False,
         ) as driver:
             metrics = driver.run()
-        assert follower.config.adapter.published == "adapter"
+        assert follower.config.adapters["actor"].published == "adapter"
         gaps += [row["actor/mean_logprob_gap"] for row in metrics if "actor/mean_logprob_gap" in row]
     assert max(gaps) < 0.02 and metrics[-1]["step"] == 4

@@ -82,7 +82,9 @@ def tokens(batch: Batch) -> dict[int, list[list[int]]]:
 def test_generate_is_declared_as_an_expansion_of_prompts() -> None:
     declaration = declaration_of(RolloutWorker.generate)
     assert declaration is not None
-    operation = declaration.called_with({"sampling": Sampling(), "config": RolloutConfig(model="m")})
+    operation = declaration.called_with(
+        {"sampling": Sampling(), "config": RolloutConfig(model="m"), "policy": None}
+    )
     assert operation.shape is Shape.EXPAND and operation.reads == ("prompt_ids",)
 
 
@@ -103,7 +105,9 @@ def test_every_prompt_gets_n_responses_with_all_columns(worker: RolloutWorker) -
     assert declaration is not None
     assert set(batch.columns) == {
         "parent_id",
-        *declaration.called_with({"sampling": Sampling(), "config": RolloutConfig(model="m")}).writes,
+        *declaration.called_with(
+            {"sampling": Sampling(), "config": RolloutConfig(model="m"), "policy": None}
+        ).writes,
     }
     assert {parent: len(rows) for parent, rows in tokens(batch).items()} == {100: 4, 101: 4, 102: 4}
     lengths = batch.lengths("response_ids")

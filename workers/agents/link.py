@@ -83,6 +83,8 @@ class Open:
     """Largest number of rows of an episode."""
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    policy: str = ""
+    """The policy that samples the turns (`GenerationRequest.policy`)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Sample:
     seed: int | None
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
+    policy: str = ""
 
 
 @dataclass(frozen=True)

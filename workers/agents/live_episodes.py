@@ -342,7 +342,8 @@ class LiveEpisodes:
             seed = episode.request.seed
             if seed is not None:  # it must not depend on the order of requests
                 seed = stable_hash(seed, turn.number, content=ids.tobytes())
-            sample = Sample(next(self._numbers), ids, seed, sampling, turn.stop_token_ids)
+            policy = episode.opened.policy
+            sample = Sample(next(self._numbers), ids, seed, sampling, turn.stop_token_ids, policy)
             done: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
             asked = episode.asked[turn] = AskedTurn(episode.group, sample, episode.last, done)
             await self._replicas.ask(asked)

@@ -25,6 +25,7 @@ from ...dataflow.column import (
     IDENTITY,
     MADE_BEFORE,
     PARENT_ID,
+    POLICY,
     PROMPT_IDS,
     RESPONSE_IDS,
     RESPONSE_LOGPROBS,
@@ -136,7 +137,11 @@ class EpisodeServer:
     def _handle(self, record: Any, link: Link) -> None:
         if isinstance(record, Sample):
             request = GenerationRequest(
-                record.turn, record.prompt_ids, record.seed, stop_token_ids=record.stop_token_ids
+                record.turn,
+                record.prompt_ids,
+                record.seed,
+                stop_token_ids=record.stop_token_ids,
+                policy=record.policy,
             )
             try:
                 ticket = self._requests.submit(request, record.sampling)
@@ -192,6 +197,7 @@ class EpisodeCall:
         prompts: any columns.
         n: episodes of each prompt.
         new_seed: `RolloutWorker._seed`.
+        policy: the actor whose adapter samples, if the engine serves several; otherwise "".
 
     Raises:
         UserError: a prompt cannot have as many episodes.
@@ -204,10 +210,11 @@ class EpisodeCall:
         n: int,
         sampling: Sampling,
         new_seed: Callable[[int, Sequence[int], bytes, int], int | None],
+        policy: str = "",
     ) -> None:
         if not 1 <= n <= MAX_CHILDREN:
             raise UserError(f"n={n}: a prompt has at most {MAX_CHILDREN} episodes")
-        self._harness, self._n, self._sampling = harness, n, sampling
+        self._harness, self._n, self._sampling, self._policy = harness, n, sampling, policy
         self._most_rows = MAX_CHILDREN // n
         self._ids = prompts.numpy(SAMPLE_ID)
         groups, number = prompts.numpy(GROUP_ID), len(prompts)
@@ -233,8 +240,8 @@ class EpisodeCall:
     def opened(self, model: str, max_context: int, tool_parser: str, reasoning_parser: str) -> Open:
         """Return the request to start the episodes."""
         plan, requests = self._harness.plan(), tuple(self._requests)
-        parsers = tool_parser, reasoning_parser
-        return Open(model, max_context, self._sampling, plan, requests, self._most_rows, *parsers)
+        more = tool_parser, reasoning_parser, self._policy
+        return Open(model, max_context, self._sampling, plan, requests, self._most_rows, *more)
 
     def take(self, ended: Sequence[Ended]) -> tuple[Children, Metrics] | None:
         """Return the rows and metrics of episodes that have ended; None without any.
@@ -264,6 +271,8 @@ class EpisodeCall:
             if not self._left[row] and self._has_rows[row]:
                 finished.append(int(self._ids[row]))
         batch = _to_rows(kept, parents, self._harness, self._sampling)
+        if self._policy:
+            batch = batch.with_columns(**{str(POLICY): [self._policy] * len(batch)})
         children = Children(batch, np.array(numbers, np.int64), np.array(finished, np.int64))
         return children, _metrics_of(ended)
 

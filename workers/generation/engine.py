@@ -52,6 +52,8 @@ class GenerationRequest:
     sampled: int = 0
     """Number of tokens at the end of `prompt_ids` that belong to the response. Another engine has
     sampled them. They count for stop strings and for random numbers."""
+    policy: str = ""
+    """The actor whose adapter samples, if the engine serves several."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Response:
     """[L] float32 nats under the sampling distribution, which `Sampling` may truncate. Greedy
     responses use the model's own distribution at temperature 1, without masked stop tokens."""
     versions: np.ndarray
-    """[L] int32: the policy version that sampled each token."""
+    """[L] int32: the version of the request's policy that sampled each token."""
     finish_reason: Literal["stop", "length", "unfinished"]
     """`step` returns no unfinished responses."""
     routes: np.ndarray | None = None
@@ -73,12 +75,6 @@ class Response:
     them."""
     kept_sets: KeptSets | None = None
     """The kept sets of the L tokens, if the engine records them and the sampling truncates."""
-
-
-NOT_WHOLE = (
-    "no complete version of the weights has arrived, or a later update failed: nothing is generated"
-)
-"""Error of an engine that must not generate, because its weights are not one complete version."""
 
 
 class GenerationEngine(Protocol):
@@ -95,8 +91,11 @@ class GenerationEngine(Protocol):
     Callers that share an engine use `generate` or `Requests` instead.
     """
 
-    version: int
-    """Policy version of the next step's weights; 0 means the weights in the model's folder."""
+    @property
+    def version(self) -> int:
+        """Policy version of the next step's weights, the newest of several; 0 means the weights in
+        the model's folder."""
+        ...
 
     @property
     def num_unfinished(self) -> int:
@@ -130,10 +129,11 @@ class GenerationEngine(Protocol):
         weights. Raises a WeightSyncError if the received bytes differ from the published ones."""
         ...
 
-    def update_weights(self, weights: Weights) -> str:
-        """Load these weights, and return the checksum of the loaded bytes. Raises a WeightSyncError
-        if the bytes differ from the published ones or do not fit the model. The engine then rejects
-        requests until a complete version has arrived."""
+    def update_weights(self, weights: Weights, policy: str = "") -> str:
+        """Load these weights, and return the checksum of the loaded bytes. `policy` is the actor
+        that published them; only engines that serve several adapters get it. Raises a
+        WeightSyncError if the bytes differ from the published ones or do not fit the model. The
+        engine then rejects requests to the policy until a complete version has arrived."""
         ...
 
     def recompute(self) -> None:

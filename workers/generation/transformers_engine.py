@@ -4,16 +4,18 @@
     submit --> waiting --prefill of distinct prompts--> batch --[forward, sample]--> responses
 
 Each random number is a hash of its request's seed and the token's position. So the other requests
-in the batch affect a request's tokens only through the rounding of matrix products.
+in the batch affect a request's tokens only through the rounding of matrix products. Each served
+adapter has its own batch, so requests to the other adapters do not affect its tokens at all.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,13 +27,15 @@ from ...resharding.weights import mix_bits, whole
 from ..models.images import ImageInputs, ImageReader, SeenPrompt, embed, positions
 from ..models.model_folder import find_model_config, read_stop_tokens, refusals_named
 from .decoding import SAMPLED, DecodingBatch, DecodingRow, SamplingKind, new_cache
-from .engine import NOT_WHOLE, GenerationRequest, Response, stop_check_of
+from .engine import GenerationRequest, Response, stop_check_of
+from .policies import Policies
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...resharding.incoming import IncomingWeights
     from ...resharding.weights import TensorPart, Weights
+    from ..training.adapter import ServedAdapter
     from ..training.lora import Lora
     from ..training.routers import Routers
     from ..training.sharding import CheckpointNames
@@ -42,13 +46,13 @@ class TransformersEngine:
 
     Args:
         model: folder or cached Hugging Face id.
-        max_num_seqs: number of responses to sample at the same time. Others wait.
+        max_num_seqs: number of responses to sample at the same time, over all adapters. Others wait.
         max_context: [tokens] maximum total length of prompt and response; None for the model's
             limit.
         dtype: dtype of the weights; "auto" selects float32 on CPUs and bfloat16 on GPUs.
         seed: seed for requests that have none.
-        adapter: the adapter to serve, if updates carry only the adapter. Generation then waits for
-            the first update.
+        adapters: actor -> the adapter to serve, if updates carry only adapters. Generation then
+            waits for the first update of each.
         routes: whether to record the experts of each token.
         images: processor of a model that reads images; None for a text model.
         kept_sets: whether to record the kept sets of truncated samples.
@@ -65,7 +69,7 @@ class TransformersEngine:
         max_context: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
-        adapter: Lora | None = None,
+        adapters: Mapping[str, Lora] = MappingProxyType({}),
         routes: bool = False,
         images: ImageReader | None = None,
         kept_sets: bool = False,
@@ -76,8 +80,7 @@ class TransformersEngine:
         from ..training.causal_lm import auto_class
         from ..training.packed_attention import caps_scores
 
-        self.version = 0
-        self._whole = adapter is None
+        self._policies = Policies(adapters)
         self._max_num_seqs = max_num_seqs
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -95,11 +98,13 @@ class TransformersEngine:
         finally:
             if shows_progress:
                 logging.enable_progress_bar()
-        self._serves_adapter = adapter is not None
-        if adapter is not None:
-            from ..training.adapter import serve_adapter
+        self._adapters: Mapping[str, ServedAdapter] = {}
+        if adapters:
+            from ..training.adapter import serve_adapters
 
-            serve_adapter(self.model, adapter)
+            self._adapters = dict(
+                zip(adapters, serve_adapters(self.model, [*adapters.values()]), strict=True)
+            )
         self.model.to(self._device).eval().requires_grad_(False)
         # torch's own attention ignores soft caps.
         if caps_scores(self.model):
@@ -115,18 +120,21 @@ class TransformersEngine:
         self._tickets = itertools.count()
         self._kinds: dict[tuple[Any, ...], SamplingKind] = {}
         self._waiting: list[DecodingRow] = []
-        self._running: DecodingBatch | None = None
+        self._running: dict[str, DecodingBatch] = {}
+        """Policy -> its batch."""
         self._stale = False
-        """Whether to recompute the cache of the running batch."""
+        """Whether to recompute the cache of the running batches."""
+
+    @property
+    def version(self) -> int:
+        return self._policies.version
 
     @property
     def num_unfinished(self) -> int:
-        running = 0 if self._running is None else int((~self._running.ended).sum())
-        return len(self._waiting) + running
+        return len(self._waiting) + sum(int((~b.ended).sum()) for b in self._running.values())
 
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
-        if not self._whole:
-            raise GenerationError(NOT_WHOLE)
+        self._policies.whole(request.policy)
         if request.structure is not None:
             raise GenerationError(
                 f"request {request.request_id} asks for structured output ({request.structure.kind}), "
@@ -154,33 +162,52 @@ class TransformersEngine:
     def step(self) -> list[Response]:
         if not self.num_unfinished:
             return []
-        if not self._whole:
-            raise GenerationError(NOT_WHOLE)
+        batches = self._running.values()
+        rows = itertools.chain(self._waiting, *(batch.rows for batch in batches))
+        self._policies.check(row.request.policy for row in rows)
         # After an error, the requests of this step are gone.
-        batch, self._running = self._running, None
-        logits: list[Tensor] = []
+        running, self._running = self._running, {}
+        stale, self._stale = self._stale, False
+        room = self._max_num_seqs - sum(int((~batch.ended).sum()) for batch in running.values())
+        admitted: dict[str, list[DecodingRow]] = {}
+        for row in self._waiting[:room]:
+            admitted.setdefault(self._policies.named(row.request.policy), []).append(row)
+        self._waiting = self._waiting[room:]
+        found: list[Response] = []
         with torch.inference_mode(), _no_warnings():
-            if batch is not None:
-                batch = batch.unfinished() if batch.ended.any() else batch
-                batch = self._recompute(batch) if self._stale else batch
-                logits.append(self._forward(batch))
-            self._stale = False
-            room = self._max_num_seqs - (0 if batch is None else len(batch.rows))
-            admitted, self._waiting = self._waiting[:room], self._waiting[room:]
-            if admitted:
-                new, first = self._prefill(admitted)
-                batch = new if batch is None else batch.join(new)
-                logits.append(first)
-            assert batch is not None
-            found = batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), self.version)
-        self._running = None if batch.ended.all() else batch
+            for policy in self._policies.names:
+                if policy in running or policy in admitted:
+                    found += self._step(policy, running.get(policy), admitted.get(policy, []), stale)
+        return found
+
+    def _step(
+        self, policy: str, batch: DecodingBatch | None, admitted: list[DecodingRow], stale: bool
+    ) -> list[Response]:
+        """Decode a token of each request to one policy."""
+        if len(self._adapters) > 1:
+            self._adapters[policy].activate()
+        logits: list[Tensor] = []
+        if batch is not None:
+            batch = batch.unfinished() if batch.ended.any() else batch
+            batch = self._recompute(batch) if stale else batch
+            logits.append(self._forward(batch))
+        if admitted:
+            new, first = self._prefill(admitted)
+            batch = new if batch is None else batch.join(new)
+            logits.append(first)
+        assert batch is not None
+        together = logits[0] if len(logits) == 1 else torch.cat(logits)
+        found = batch.sample(together, self._policies.versions[policy])
+        if not batch.ended.all():
+            self._running[policy] = batch
         return found
 
     def abort(self, tickets: Collection[int]) -> None:
         self._waiting = [row for row in self._waiting if row.ticket not in tickets]
-        if (batch := self._running) is not None:
+        for policy, batch in [*self._running.items()]:
             batch.ended |= [row.ticket in tickets for row in batch.rows]
-            self._running = None if batch.ended.all() else batch
+            if batch.ended.all():
+                del self._running[policy]
 
     def take_unfinished(self, tickets: Collection[int]) -> list[Response]:
         nothing = np.zeros(0, SAMPLED)
@@ -200,16 +227,15 @@ class TransformersEngine:
     def stage_weights(self, weights: Weights) -> Iterator[None]:
         yield from ()
 
-    def update_weights(self, weights: Weights) -> str:
+    def update_weights(self, weights: Weights, policy: str = "") -> str:
         from ...resharding.incoming import IncomingWeights, receive_parts
 
-        with IncomingWeights(weights) as incoming:
-            # Set this late: if the connection fails before, the old weights can still be used.
-            self._whole = False
-            checksum = receive_parts(incoming, self._parts(incoming))
-            self._whole = True
-        self.version = weights.version
-        return checksum
+        # If the connection fails, the old weights can still be used.
+        with (
+            IncomingWeights(weights) as incoming,
+            self._policies.update(policy, weights.version) as name,
+        ):
+            return receive_parts(incoming, self._parts(incoming, name))
 
     def recompute(self) -> None:
         self._stale = True
@@ -223,13 +249,11 @@ class TransformersEngine:
     def close(self) -> None:
         del self.model
 
-    def _parts(self, incoming: IncomingWeights) -> list[TensorPart]:
-        """Return the model's parameters by checkpoint name; tied parameters have the published
+    def _parts(self, incoming: IncomingWeights, policy: str) -> list[TensorPart]:
+        """Return the parameters of a policy by checkpoint name; tied parameters have the published
         name."""
-        if self._serves_adapter:
-            from ..training.adapter import adapter_of
-
-            return list(whole(adapter_of(self.model)))
+        if self._adapters:
+            return list(whole(self._adapters[policy].tensors()))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         tied: dict[int, list[str]] = {}
         for name, parameter in parameters.items():

@@ -10,8 +10,10 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,14 +26,8 @@ from ..kept_sets import KeptSets
 from ..models.images import ImageReader, open_image
 from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
-from .engine import (
-    NOT_WHOLE,
-    GenerationRequest,
-    Response,
-    StopCheck,
-    stable_hash,
-    stop_check_of,
-)
+from .engine import GenerationRequest, Response, StopCheck, stable_hash, stop_check_of
+from .policies import Policies
 from .vllm_settings import VllmSettings, has_flashinfer_kernels
 
 if TYPE_CHECKING:
@@ -88,14 +84,13 @@ class VllmEngine:
         max_context: int | None = None,
         dtype: str = "auto",
         seed: int = 0,
-        adapter: Lora | None = None,
+        adapters: Mapping[str, Lora] = MappingProxyType({}),
         routes: bool = False,
         images: ImageReader | None = None,
         kept_sets: bool = False,
     ) -> None:
-        self.version = 0
-        self._whole = adapter is None
-        self._adapter = adapter
+        self._policies = Policies(adapters)
+        self._adapters = adapters
         self._tensor_parallel = settings.tensor_parallel
         self._identity = secrets.token_hex(8)
         """Distinguishes this engine from one that replaces it."""
@@ -108,8 +103,9 @@ class VllmEngine:
         """Results of `top_logprobs` by name in vLLM; None until vLLM has finished them."""
         self._finished: list[Response] = []
         """Responses for the next `step` to return."""
-        self._salt = 0
-        """Number of weight updates. Prompts share cached blocks only under equal salts."""
+        self._updates: Counter[str] = Counter()
+        """Policy -> number of weight updates. Prompts share cached blocks only under equal salts,
+        which contain it."""
         on_gpu = torch.cuda.is_available()
         self._routes = routes
         self._images = images
@@ -134,7 +130,7 @@ class VllmEngine:
             dtype=dtype,
             seed=seed,
             free_share=free / total if on_gpu else None,
-            adapter=adapter,
+            adapters=adapters,
             routes=routes,
             images=images is not None,
         )
@@ -149,11 +145,12 @@ class VllmEngine:
         """Whether vLLM returns the kept sets of all requests."""
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
-        self._adapter_request: Any = None
-        if adapter is not None:
-            from .vllm_worker import adapter_request
+        self._slots: dict[str, Any] = {}
+        """Policy -> vLLM's name of the adapter's slot."""
+        if adapters:
+            from .vllm_worker import adapter_slot
 
-            self._adapter_request = adapter_request()
+            self._slots = {policy: adapter_slot(k, policy) for k, policy in enumerate(adapters, 1)}
         if settings.tensor_parallel > 1:
             self._engine.collective_rpc("weft_unlink_shared_memory")
         if kept_sets and not self._masks:
@@ -167,12 +164,15 @@ class VllmEngine:
                 ) from error
 
     @property
+    def version(self) -> int:
+        return self._policies.version
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._requests) + len(self._finished)
 
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
-        if not self._whole:
-            raise GenerationError(NOT_WHOLE)
+        policy = self._policies.whole(request.policy)
         largest = int(request.prompt_ids.max(initial=0))
         if largest >= self._vocabulary:  # vLLM checks it only if it has a tokenizer
             raise GenerationError(
@@ -193,12 +193,12 @@ class VllmEngine:
                 )
             prompt["multi_modal_data"] = {"image": [open_image(image) for image in request.images]}
         if self._prefix_caching:
-            prompt["cache_salt"] = str(self._salt)
+            prompt["cache_salt"] = self._salt(policy)
         if request.structure is not None:
             self._prepare_structure(request, sampling)
         ticket = next(self._tickets)
         try:
-            parameters, adapter = self._parameters(request, sampling), self._adapter_request
+            parameters, adapter = self._parameters(request, sampling), self._slots.get(policy)
             name = self._engine.add_request(str(ticket), prompt, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
             if request.structure is not None:
                 self._check_grammar(name)
@@ -212,14 +212,13 @@ class VllmEngine:
         records = self._kept_sets and sampling.truncates
         before = request.prompt_ids[len(request.prompt_ids) - request.sampled :].tolist()
         self._requests[str(ticket)] = _Request(
-            ticket, request.request_id, seen, ends, sampling.min_tokens, records, before
+            ticket, request.request_id, policy, seen, ends, sampling.min_tokens, records, before
         )
         return ticket
 
     def step(self) -> list[Response]:
         if not self._finished and self._requests:  # `_drain` may have finished some
-            if not self._whole:
-                raise GenerationError(NOT_WHOLE)
+            self._policies.check(request.policy for request in self._requests.values())
             self._step()
         finished, self._finished = self._finished, []
         return finished
@@ -255,8 +254,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if not self._whole:
-            raise GenerationError(NOT_WHOLE)
+        policy = self._policies.whole("")
         if self._sleeping is not None:
             self._sleeping.wake()
         wanted = SamplingParams(
@@ -275,8 +273,8 @@ class VllmEngine:
                 ids = np.concatenate([prompt, response]).tolist()
                 tokens: dict[str, Any] = {"prompt_token_ids": ids}
                 if self._prefix_caching:
-                    tokens["cache_salt"] = str(self._salt)
-                parameters, adapter = wanted.clone(), self._adapter_request
+                    tokens["cache_salt"] = self._salt(policy)
+                parameters, adapter = wanted.clone(), self._slots.get(policy)
                 try:
                     self._engine.add_request(name, tokens, parameters, lora_request=adapter)  # pyright: ignore[reportArgumentType]
                 except Exception as error:
@@ -330,7 +328,7 @@ class VllmEngine:
         from ...resharding.buckets import threads_beside
         from .vllm_worker import to_update_info
 
-        if self._adapter is not None:  # adapters are small enough to load at once
+        if self._adapters:  # adapters are small enough to load at once
             return
         # Waiting OpenMP threads spin: without a free core for the receiver, decoding would take
         # more than twice as long.
@@ -340,32 +338,34 @@ class VllmEngine:
             while not all(self._engine.collective_rpc("weft_is_staged")):
                 yield
 
-    def update_weights(self, weights: Weights) -> str:
+    def update_weights(self, weights: Weights, policy: str = "") -> str:
         """See `GenerationEngine`. The parts of all ranks must add up to the published version."""
         self._drain()
-        self._whole = False
-        self._salt += 1
-        if weights.backend:
-            checksum = self._take_by_vllm(weights)
-        elif self._adapter is None:
-            checksum = self._take(weights)
-        else:
-            checksum = self._take_adapter(weights, self._adapter)
-        self._whole = True
+        with self._policies.update(policy, weights.version) as name:
+            self._updates[name] += 1
+            if weights.backend:
+                checksum = self._take_by_vllm(weights)
+            elif name in self._adapters:
+                checksum = self._take_adapter(weights, name)
+            else:
+                checksum = self._take(weights)
         if self._images is not None:
             self._engine.reset_encoder_cache()  # features cached under the previous weights
         if self._prefix_caching:
-            self._salt_waiting_requests()
-        self._engine.set_weight_version(_version_name(weights.version))
-        self.version = weights.version
+            self._salt_waiting_requests(name)
+        self._engine.set_weight_version(_version_name(self._policies.versions.values()))
         return checksum
 
-    def _salt_waiting_requests(self) -> None:
+    def _salt(self, policy: str) -> str:
+        return f"{policy}:{self._updates[policy]}"
+
+    def _salt_waiting_requests(self, policy: str) -> None:
         """Salt requests that have computed nothing for the new weights. The others keep their salt:
         they continue to fill blocks with keys of both versions, which no later request may find."""
+        slot = self._slots.get(policy)
         for request in self._core.scheduler.requests.values():
-            if not request.num_computed_tokens:
-                request.cache_salt = str(self._salt)
+            if not request.num_computed_tokens and request.lora_request == slot:
+                request.cache_salt = self._salt(policy)
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
@@ -416,13 +416,14 @@ class VllmEngine:
                     end(False)
                 raise
 
-    def _take_adapter(self, weights: Weights, adapter: Lora) -> str:
+    def _take_adapter(self, weights: Weights, policy: str) -> str:
         from .vllm_worker import to_update_info
 
+        adapter, slot = self._adapters[policy], self._slots[policy].lora_int_id
         settings = {"r": adapter.rank, "lora_alpha": adapter.alpha}
         with self._as_weight_sync_error("take adapter", weights):
             return self._engine.collective_rpc(
-                "weft_receive_adapter", args=(to_update_info(weights), settings)
+                "weft_receive_adapter", args=(to_update_info(weights), slot, settings)
             )[0]
 
     def recompute(self) -> None:
@@ -436,10 +437,10 @@ class VllmEngine:
         if self._sleeping is None:
             return
         self._drain()
-        discard_weights = discard_weights and self._adapter is None
+        discard_weights = discard_weights and not self._adapters
         self._sleeping.sleep(discard_weights=discard_weights)
         if discard_weights:
-            self._whole = False
+            self._policies.discard()
             # torch would keep the pinned memory of earlier copies.
             self._engine.collective_rpc("weft_free_host_cache")
 
@@ -575,7 +576,8 @@ class VllmEngine:
         if request is None or request.ends is None:
             return
         token_ids = list(output.outputs[0].token_ids)
-        request.versions += [self.version] * (len(token_ids) - len(request.versions))
+        version = self._policies.versions[request.policy]
+        request.versions += [version] * (len(token_ids) - len(request.versions))
         if len(token_ids) <= request.min_tokens or not request.ends([*request.sampled, *token_ids]):
             return
         if output.finished:
@@ -641,7 +643,7 @@ class VllmEngine:
         if request.records_kept and mask is not None:
             kept = KeptSets.of_lists(mask.token_ids, self._vocabulary)
         return replace(
-            _response(output, request),
+            _response(output, request, self._policies.names.index(request.policy)),
             kept_sets=_checked_sets(kept, request, len(output.outputs[0].token_ids)),
         )
 
@@ -650,6 +652,7 @@ class VllmEngine:
 class _Request:
     ticket: int
     request_id: int
+    policy: str
     seen_prompt: np.ndarray | None
     """Prompt tokens including those of images; None if there are no images."""
     ends: StopCheck | None
@@ -662,7 +665,8 @@ class _Request:
     """The version that sampled each token; recorded only with stop strings."""
 
 
-def _response(output: RequestOutput, request: _Request) -> Response:
+def _response(output: RequestOutput, request: _Request, place: int) -> Response:
+    """Return the response to a request. `place` is the position of its policy among the engine's."""
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         raise GenerationError(
@@ -672,7 +676,7 @@ def _response(output: RequestOutput, request: _Request) -> Response:
     for span in completion.weight_versions or ():
         versions[span.start : span.end] = (
             # "default" is vLLM's name for the weights that it started with.
-            0 if span.version == "default" else int(span.version.removeprefix("v"))
+            0 if span.version == "default" else _versions_of(span.version)[place]
         )
     if (versions < 0).any():
         raise GenerationError(
@@ -729,8 +733,17 @@ def _of_tokens(flat: Any, number: int) -> np.ndarray:
     return np.array([flat.logprobs[start] for start in starts], np.float32)
 
 
-def _version_name(version: int) -> str:
-    return f"v{version}"
+def _version_name(versions: Iterable[int]) -> str:
+    """Return vLLM's name for the versions of all policies, in their order.
+
+    >>> _version_name([3, 0]), _versions_of(_version_name([3, 0]))
+    ('v3,0', [3, 0])
+    """
+    return f"v{','.join(map(str, versions))}"
+
+
+def _versions_of(name: str) -> list[int]:
+    return [int(version) for version in name.removeprefix("v").split(",")]
 
 
 def _start(

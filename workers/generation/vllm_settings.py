@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -103,7 +104,7 @@ class VllmSettings(Config):
         dtype: str,
         seed: int,
         free_share: float | None,
-        adapter: Lora | None = None,
+        adapters: Mapping[str, Lora] = MappingProxyType({}),
         routes: bool = False,
         images: bool = False,
     ) -> dict[str, Any]:
@@ -155,9 +156,10 @@ class VllmSettings(Config):
             arguments["enable_return_routed_experts"] = True
         if images:  # the image processor needs a tokenizer; videos would reserve much memory
             arguments |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"video": 0}}
-        if adapter is not None:
-            room = next(rank for rank in LORA_RANKS if rank >= adapter.rank)
-            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1}
+        if adapters:
+            room = next(r for r in LORA_RANKS if all(r >= lora.rank for lora in adapters.values()))
+            slots = {"max_loras": len(adapters), "max_cpu_loras": len(adapters)}
+            arguments |= {"enable_lora": True, "max_lora_rank": room, **slots}
         kv_cache_gib = self.kv_cache_gib
         if kv_cache_gib is None and not on_gpu:
             kv_cache_gib = min(2.0, self._kv_cache_gib(complete_text_settings(model), dtype, context))

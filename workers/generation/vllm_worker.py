@@ -347,20 +347,21 @@ class _LoadedTensors:
             yield name, tensor
 
 
-# LoRA adapters inside vLLM, served from tensors instead of files. An engine has one adapter slot,
-# and requests name the adapter in it. Like full weights, a new version replaces the adapter between
-# two steps, and unfinished requests continue with it.
+# LoRA adapters inside vLLM, served from tensors instead of files. An engine has a slot for each
+# policy, and requests name the slot of theirs, so requests of all policies decode in one batch. Like
+# full weights, a new version replaces the adapter between two steps, and unfinished requests continue
+# with it.
 
 
-_SLOT = 1
+def adapter_slot(number: int, policy: str) -> LoRARequest:
+    """Return vLLM's name for an adapter slot, numbered from 1."""
+    return LoRARequest(policy, number, "received, not read")
 
 
-def adapter_request() -> LoRARequest:
-    return LoRARequest("weft", _SLOT, "received, not read")
-
-
-def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[str, Any]) -> str:
-    """Receive an adapter with `peft` names, check it, and put it into the slot of vLLM's
+def receive_adapter(
+    manager: Any, incoming: IncomingWeights, slot: int, settings: Mapping[str, Any]
+) -> str:
+    """Receive an adapter with `peft` names, check it, and put it into a slot of vLLM's
     `WorkerLoRAManager`. `settings` contains "r" and "lora_alpha". Return the adapter's checksum.
     Raises WeightSyncError if a tensor arrived damaged or vLLM has no layer for it; the slot then
     keeps its old adapter."""
@@ -372,7 +373,7 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
     slots = manager._adapter_manager
     mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
-        _SLOT,
+        slot,
         tensors,
         PEFTHelper(target_modules=[], **settings),
         device="cpu",
@@ -385,7 +386,7 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
             f"weights version {incoming.version}: vLLM's {type(slots.model).__name__} does not support an adapter on layer {unserved[0]!r}"
             f"{nearest(unserved[0], served)}; remove it from Lora(targets=...), or use Lora(published='merged')"
         )
-    before = slots.get_adapter(_SLOT)
+    before = slots.get_adapter(slot)
     try:
         _exchange(slots, adapter)
     except Exception:
@@ -397,9 +398,9 @@ def receive_adapter(manager: Any, incoming: IncomingWeights, settings: Mapping[s
 
 def _exchange(slots: Any, adapter: LoRAModel) -> None:
     # vLLM ignores an adapter whose number it knows, so remove the old one first.
-    slots.remove_adapter(_SLOT)
+    slots.remove_adapter(adapter.id)
     slots.add_adapter(adapter)
-    slots.activate_adapter(_SLOT)
+    slots.activate_adapter(adapter.id)
 
 
 # Routes on a CPU. On GPUs, vLLM returns routed experts (`enable_return_routed_experts`) through its
@@ -549,11 +550,13 @@ class WorkerExtension:
             self._weight_update_active = False
         return self._weft_backends.end_version(whole)
 
-    def weft_receive_adapter(self, update_info: dict[str, Any], settings: dict[str, Any]) -> str:
-        """Load a version of an adapter into this rank's slot, and return its checksum."""
+    def weft_receive_adapter(
+        self, update_info: dict[str, Any], slot: int, settings: dict[str, Any]
+    ) -> str:
+        """Load a version of an adapter into a slot of this rank, and return its checksum."""
         weights = _UpdateInfo(**update_info).weights
         with IncomingWeights(weights, self.rank, self.parallel_config.world_size) as incoming:
-            return receive_adapter(self.model_runner.lora_manager, incoming, settings)
+            return receive_adapter(self.model_runner.lora_manager, incoming, slot, settings)
 
     def weft_record_routes(self) -> None:
         self._weft_routes = _RouteRecorder(self.model_runner)

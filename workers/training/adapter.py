@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from .lora import Lora, check_targets
 from .safetensors_files import copy_companions, write_file, write_tensors
 
 _NAME = "default"
+"""Name in `peft` of a trained adapter, and of the first served one."""
 _PARAMETER = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{_NAME}\.weight$")
 
 
@@ -126,14 +130,46 @@ class Adapter:
         write_tensors(folder / "adapter_model.safetensors", named, {"format": "pt"}, disk)
 
 
-def serve_adapter(causal_lm: Any, lora: Lora) -> None:
-    layers = _adapted_layers(causal_lm, lora)
-    inject_adapter_in_model(_peft_settings(causal_lm, lora, layers, "CAUSAL_LM"), causal_lm, _NAME)
+def serve_adapters(causal_lm: Any, loras: Sequence[Lora]) -> list[ServedAdapter]:
+    """Put adapters into a model, and return them in the same order. If there are several, activate
+    one before each pass."""
+    # With an adapter, the model has further linear layers, so choose the layers of all first.
+    chosen = [_adapted_layers(causal_lm, lora) for lora in loras]
+    served: list[ServedAdapter] = []
+    for number, (lora, layers) in enumerate(zip(loras, chosen, strict=True)):
+        name = f"{_NAME}{number or ''}"
+        settings = _peft_settings(causal_lm, lora, layers, "CAUSAL_LM")
+        with warnings.catch_warnings(action="ignore"):  # `peft` warns of every further adapter
+            inject_adapter_in_model(settings, causal_lm, name)
+        served.append(ServedAdapter(causal_lm, name))
+    return served
 
 
-def adapter_of(causal_lm: Any) -> dict[str, Tensor]:
-    """Map published names to the adapter parameters of a `transformers` model."""
-    return {peft_name(name): p.detach() for name, p in causal_lm.named_parameters() if is_adapter(name)}
+@dataclass(frozen=True)
+class ServedAdapter:
+    """One of the adapters in a model that only generates."""
+
+    causal_lm: Any
+    name: str
+
+    @cached_property
+    def _layers(self) -> list[LoraLayer]:
+        return [module for module in self.causal_lm.modules() if isinstance(module, LoraLayer)]
+
+    def activate(self) -> None:
+        """Let the model compute with this adapter instead of another."""
+        for layer in self._layers:
+            # `set_adapter` would also change which parameters require gradients.
+            layer._active_adapter = [self.name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Map published names to the adapter's parameters."""
+        end = re.compile(rf"\.(lora_A|lora_B|lora_magnitude_vector)\.{self.name}\.weight$")
+        return {
+            peft_name(end.sub(rf".\1.{_NAME}.weight", name)): parameter.detach()
+            for name, parameter in self.causal_lm.named_parameters()
+            if end.search(name)
+        }
 
 
 def check_layers(model: str | Path, lora: Lora) -> None:

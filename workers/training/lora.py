@@ -36,8 +36,8 @@ class Lora(Config):
     published: Literal["adapter", "merged"] | None = None
     """What followers receive: "adapter", which they add to the model in their own folder, or
     "merged" weights, which lose small updates when rounded to bfloat16. None selects "adapter" if
-    the dtype is bfloat16 and all followers can serve adapters, otherwise "merged". Set it to
-    "adapter" to get an error if a follower cannot."""
+    the dtype is bfloat16 and all followers can serve adapters, or if a follower serves several
+    actors, otherwise "merged". Set it to "adapter" to get an error if a follower cannot."""
     dora: bool = False
     """Train the norm m of each row of the weight separately: m (W + s B A) / |W + s B A| (DoRA,
     arXiv:2402.09353). Set it to come closer to full training. Steps take longer: every forward pass

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from weft.algorithms.sampling import Sampling
+from weft.dataflow.batch import Batch
 from weft.workers.agents.harness import Function
 from weft.workers.agents.link import Close, Ended, EpisodeRequest, Open, Rest, Sample, Sampled
-from weft.workers.agents.serving import EpisodeServer
+from weft.workers.agents.serving import EpisodeCall, EpisodeServer
 
 from .toy_engine import ToyEngine
 from .words import WordRenderer
@@ -94,3 +96,29 @@ def test_a_rank_that_rests_gives_up_its_turns(rank: tuple[EpisodeServer, FakeLin
     server.work()
     server.close(only, ())
     assert isinstance(link.sent[-1], Rest) and not server.is_sampling
+
+
+class Noting(ToyEngine):
+    """Notes the policies of its requests."""
+
+    def __init__(self) -> None:
+        super().__init__(WordRenderer(), lambda prompt: "x")
+        self.policies: list[str] = []
+
+    def submit(self, request: Any, sampling: Sampling) -> int:
+        self.policies.append(request.policy)
+        return super().submit(request, sampling)
+
+
+def test_the_turns_of_a_call_are_sampled_with_its_policy():
+    ids = np.array([7])
+    prompts = Batch.of(sample_id=ids, group_id=ids, parent_id=ids)
+    harness = Function(function=unused)
+    call = EpisodeCall(prompts, harness, 1, Sampling(max_tokens=5), lambda *_: 0, "terse")
+    assert call.opened("model", 100, "auto", "auto").policy == "terse"
+    link, engine = FakeLink(), Noting()
+    server = EpisodeServer(engine, lambda: link)  # pyright: ignore[reportReturnType, reportArgumentType]
+    server.open(call_on(1))
+    link.came = [turn(9), replace(turn(10), policy="terse")]
+    server.work()
+    assert engine.policies == ["", "terse"]

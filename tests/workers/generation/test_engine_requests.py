@@ -201,8 +201,7 @@ def test_requests_decode_in_one_pass_and_columns_of_ended_requests_go(folder: Pa
     for _ in range(60):
         engine.submit(request, sampling)
         engine.step()
-        assert engine._running is not None
-        assert engine._running.length <= len(request.prompt_ids) + sampling.max_tokens
+        assert engine._running[""].length <= len(request.prompt_ids) + sampling.max_tokens
     assert sorted(set(passes)) == [1, 2, 3, 4, 5, 6, 7] and len(passes) == 2 * 60 - 1
 
 

@@ -68,7 +68,7 @@ def test_the_installed_vllm_has_every_argument(tiny_model: Path):
     for free_share in (1.0, None):
         for more in (
             {},
-            {"adapter": Lora(rank=8), "routes": True, "images": True},
+            {"adapters": {"a": Lora(rank=8), "b": Lora(rank=9)}, "routes": True, "images": True},
         ):
             settings = VllmSettings(tensor_parallel=2, kv_cache_gib=1, quantization="int8")
             made = settings.engine_arguments(

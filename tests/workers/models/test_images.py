@@ -352,7 +352,7 @@ def test_saved_models_load_in_transformers_with_the_adapter_on_the_language_part
 def test_an_adapter_alone_reaches_an_engine_that_serves_it(seeing: Path):
     lora = Lora(rank=4, alpha=8, published="adapter")
     trainer = actor(seeing, lora=lora, learning_rate=1e-2)
-    rollout = RolloutWorker(RolloutConfig(model=seeing, engine="transformers", adapter=lora))
+    rollout = RolloutWorker(RolloutConfig(model=seeing, engine="transformers", adapters={"actor": lora}))
     trainer.update(ROWS, loss=NegativeLogLikelihood())
     rollout.receive_weights(trainer.publish_weights(1, ("rollout[0]",)))
     trainer.finish_publishing(1)
