@@ -42,6 +42,7 @@ _MODULES: dict[str, str] = {
     "Sampling": "algorithms.sampling",
     "Shape": "dataflow.operation",
     "Simulated": "controllers.simulation.backend",
+    "Speculation": "workers.generation.speculation",
     "Suite": "controllers.suites",
     "Synchronous": "controllers.schedule",
     "TableSource": "dataflow.source",
@@ -115,6 +116,7 @@ if (
     from .workers.critic import CriticWorker as CriticWorker
     from .workers.dispatch import Dispatch as Dispatch
     from .workers.environment import EnvWorker as EnvWorker
+    from .workers.generation.speculation import Speculation as Speculation
     from .workers.reference import MovingReferenceWorker as MovingReferenceWorker
     from .workers.reference import ReferenceWorker as ReferenceWorker
     from .workers.reward import RewardWorker as RewardWorker

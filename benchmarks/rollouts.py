@@ -1,6 +1,6 @@
 """Training methods and rollout features: how exact and how fast they are.
 
-    python benchmarks/rollouts.py                                      # twenty-five minutes
+    python benchmarks/rollouts.py                                      # thirty minutes
     python benchmarks/rollouts.py --parts distillation truncation      # two minutes
 
 | figure | what it is | wanted |
@@ -25,6 +25,12 @@ bit those of each adapter alone in a batch of equal size, with vLLM and with `tr
 its quarter of the requests | 1, 1 |
 | `adapters_gap`, `adapters_gap_transformers` | largest gap of their log-probabilities, nats | 1e-5, 0 |
 | `adapters_time`, `adapters_time_transformers` | processor time of the mixed batch, divided by the time of a batch of one adapter | none |
+| `speculation_p`, `speculation_p_ngram`, `speculation_p_draft_model` | p value of a chi-squared test that 20,000 responses of 5 tokens \
+have one distribution with and without suffix drafts, n-gram drafts, and a draft model | 0.01 |
+| `speculation_speedup`, `speculation_speedup_64` | tokens per second with suffix drafts over those without, for 2 and for 64 responses \
+of repetitive text that decode together | 1.2, none |
+| `speculating`, `speculating_64` | share of steps with drafts; the engine measures whether they pay | none |
+| `draft_acceptance` | share of the drafted tokens that the model accepts, for 2 responses | none |
 
 The last line printed is one JSON object, with null for figures that were not requested.
 """
@@ -48,12 +54,16 @@ FIGURES = (
     *("adapters_equal", "adapters_equal_tokens", "adapters_gap", "adapters_time"),
     *("adapters_equal_transformers", "adapters_equal_tokens_transformers"),
     *("adapters_gap_transformers", "adapters_time_transformers"),
+    *("speculation_p", "speculation_p_ngram", "speculation_p_draft_model"),
+    *("speculation_speedup", "speculation_speedup_64"),
+    *("speculating", "speculating_64", "draft_acceptance"),
 )
 PARTS = {
     "distillation": "distilled",
     "truncation": "truncated",
     "quantisation": "quantised",
     "adapters": "mixed_adapters",
+    "speculation": "speculative",
 }
 """Maps a part to its module, whose `measure()` returns figures by name."""
 

@@ -186,6 +186,13 @@ GROUP/forecast_error | ratio | under `Synchronous`: mean absolute error of the f
     0.7: lengths are unpredictable, so the longest responses do not start first
 GROUP/moved_responses | count | with `Synchronous(migrate=True)`: unfinished responses that moved
     to an idle replica
+GROUP/speculating* | 0 to 1 | with `speculation`: share of the engine's steps with drafts. Weft measures
+    for each batch size whether drafts pay, unless `off_above` is set | 1 for small batches | near 0:
+    drafts do not pay, so leave out `speculation`
+GROUP/draft_acceptance | 0 to 1 | share of drafted tokens that the model accepted | above 0.5 | below
+    0.2: choose another `method`
+GROUP/draft_acceptance_K | 0 to 1 | the same for the Kth token of a draft | falls slowly with K | near 0
+    for the last K: lower `tokens`
 length_ratio | ratio | mean length of trained responses divided by that of finished responses | near
     1 | below 1: training favors short responses
 mean_trained_length | tokens | mean length of the responses that the step trained on; for agents, of

@@ -209,7 +209,8 @@ class RolloutWorker(Worker):
             distribution (with `temperature` 1). If the sampling truncates the distribution and a
             trainer reads the rows, they also have `kept_counts` and `kept_ids`. With `policy`, they
             have the column `policy`; their versions count its updates. Metrics: `tokens`,
-            `response_length` and `truncation_rate` (share of responses that reached the token limit).
+            `response_length` and `truncation_rate` (share of responses that reached the token limit);
+            with speculation, also `speculating` and the metrics of `DraftCounts`.
 
         Raises:
             SampleError: a prompt is empty or too long, or its images are unreadable.
@@ -263,7 +264,7 @@ class RolloutWorker(Worker):
                     left.subtract(response.request_id // n for response in responses)
                     if responses:
                         children = _children(responses, sample_ids, left, n, sampling, policy)
-                        sent = yield children, _metrics(responses)
+                        sent = yield children, {**_metrics(responses), **self._engine_metrics()}
                     else:
                         sent = yield None
                     if self._hand_over is not None and (given := steps.send(self._hand_over)):
@@ -350,7 +351,8 @@ class RolloutWorker(Worker):
             while call.pending:
                 server.work()
                 self.context.advance()
-                ended = call.take(server.take_ended(opened))
+                if ended := call.take(server.take_ended(opened)):
+                    ended = ended[0], {**ended[1], **self._engine_metrics()}
                 sent = yield ended or (None if server.is_sampling else IDLE)
                 if given_up := call.give_up(sent or ()):
                     server.close(opened, given_up)
@@ -510,6 +512,9 @@ class RolloutWorker(Worker):
                 f"sample {sample_ids[row]}: {problem}", sample_ids[list(problems)].tolist()
             )
 
+    def _engine_metrics(self) -> Metrics:
+        return self.engine.take_metrics() if isinstance(self.engine, VllmEngine) else {}
+
     def _check_kept_sets(self, responses: Sequence[Response], sampling: Sampling) -> None:
         if self.config.kept_sets and sampling.truncates and any(r.kept_sets is None for r in responses):
             raise GenerationError(
@@ -563,9 +568,10 @@ class RolloutWorker(Worker):
 
     @classmethod
     def discards_weights(cls, config: RolloutConfig) -> bool:
-        # An adapter's base model never arrives again.
-        own = RolloutWorker
-        return cls.offload is own.offload and cls.new_engine is own.new_engine and not config.adapters
+        # An adapter's base model and the weights of drafts never arrive again.
+        own, drafts = RolloutWorker, config.speculation
+        keeps = bool(config.adapters) or (drafts is not None and drafts.has_weights)
+        return cls.offload is own.offload and cls.new_engine is own.new_engine and not keeps
 
     @classmethod
     def refuses_vllm_backends(cls, config: RolloutConfig) -> str:

@@ -30,6 +30,7 @@ from .generation.engine import (
     tokenizer_of,
 )
 from .generation.quantization import check_quantization
+from .generation.speculation import Speculation, has_mtp_heads
 from .generation.vllm_settings import VllmSettings
 from .models.images import check_images
 from .models.model_folder import (
@@ -41,6 +42,7 @@ from .models.model_folder import (
     num_experts,
     num_heads,
     read_model_config,
+    read_vocabulary,
     sees_images,
     stop_token_notes,
 )
@@ -81,8 +83,8 @@ class RolloutConfig(VllmSettings):
     """Record the kept sets of samples with `top_p`, `top_k`, `min_p` or `min_tokens`. The run sets it
     if a trainer reads them."""
     seeded: bool = True
-    """Give each response its own seed, so that every placement samples the same tokens. Set it to
-    False for about 8 % more tokens per second from vLLM."""
+    """Give each response its own seed, so that every placement samples the same tokens, unless there
+    is `speculation`. Set it to False for about 8 % more tokens per second from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with
@@ -130,6 +132,8 @@ class RolloutConfig(VllmSettings):
             chosen = {"engine": self.engine, "dtype": self.dtype, "compile": self.compile}
             devices = {"tensor_parallel": self.tensor_parallel, "on_cpu": _on_cpu()}
             check_quantization(self.quantization, self.model, settings, **chosen, **devices)
+        if self.speculation is not None:
+            _check_speculation(self, self.speculation, settings, nodes)
         if any(sampling_of(node).stop for node in nodes):
             tokenizer_of(str(self.model))
             if self.routes and self.engine == "vllm":
@@ -247,6 +251,51 @@ def _check_masks(node: str, sampling: Sampling) -> None:
             f"node {node!r}: stop={sampling.stop!r}: on a GPU, vLLM cannot return the kept sets of responses that end at a stop string; "
             "leave out stop, or top_p, top_k and min_p, or set VLLM_USE_V2_MODEL_RUNNER=0"
         )
+
+
+def _check_speculation(
+    config: RolloutConfig,
+    speculation: Speculation,
+    settings: Mapping[str, Any],
+    nodes: Sequence[Node],
+) -> None:
+    if config.engine != "vllm":
+        raise UserError(
+            f"speculation={speculation!r}: engine={config.engine!r} cannot draft; choose engine='vllm', or leave it out"
+        )
+    if config.kept_sets:
+        raise UserError(
+            f"speculation={speculation!r}: vLLM cannot record the kept sets of drafted tokens, which a trainer reads; sample without "
+            "top_p, top_k, min_p and min_tokens, or leave it out"
+        )
+    if config.quantization is not None and speculation.has_weights:
+        raise UserError(
+            f"speculation={speculation!r}: quantization={config.quantization!r} would quantise the drafting weights, which never "
+            "arrive; choose method='suffix' or 'ngram', or leave out quantization"
+        )
+    if config.routes:
+        raise UserError(
+            f"speculation={speculation!r}: the routes of rejected drafts would be recorded too; leave it out, or routes=True"
+        )
+    for node in nodes:
+        sampling = sampling_of(node)
+        if sampling.min_p or (sampling.min_tokens and sampling.stop is not None):
+            raise UserError(
+                f"node {node.name!r}: {sampling!r}: vLLM applies min_p and min_tokens to drafts wrongly; leave them out, or speculation"
+            )
+    if speculation.method == "mtp" and not has_mtp_heads(settings):
+        raise UserError(
+            f"speculation={speculation!r}: {config.model} has no heads for further tokens (num_nextn_predict_layers); choose "
+            "method='suffix' or method='ngram'"
+        )
+    if speculation.model is not None:
+        check_weights(speculation.model, trained=False)
+        own, drafted = read_vocabulary(config.model), read_vocabulary(speculation.model)
+        if own != drafted:
+            raise UserError(
+                f"the draft model {speculation.model} has a vocabulary of {drafted}, and {config.model} one of {own}; choose a draft "
+                "model of the same family"
+            )
 
 
 def _check_prompts(

@@ -43,6 +43,10 @@ class TeacherWorker(RolloutWorker):
             raise UserError(
                 f"TeacherWorker(engine={config.engine!r}) needs vLLM; for transformers, use weft.ReferenceWorker"
             )
+        if config.speculation is not None:
+            raise UserError(
+                "TeacherWorker(speculation=...): a teacher scores samples and generates nothing; leave it out"
+            )
         for node in nodes:
             check_top(node.name, node.arguments.get("top", 1))
             if str(KEPT_IDS) in node.reads:

@@ -77,6 +77,7 @@ from weft.workers.adaptive_kl import AdaptiveKlConfig
 from weft.workers.agents.harness import Command, Environment, Function, Harness, Verifiers
 from weft.workers.critic import CriticConfig
 from weft.workers.environment import EnvConfig
+from weft.workers.generation.speculation import Speculation
 from weft.workers.generation.vllm_settings import VllmSettings
 from weft.workers.reference import MovingReferenceConfig
 from weft.workers.reward import RewardConfig
@@ -147,7 +148,7 @@ SECTIONS = (
     Section(
         "Generation",
         "Arguments of `weft.group(weft.RolloutWorker, ...)` and of `generate`.",
-        (RolloutConfig, VllmSettings, Sampling),
+        (RolloutConfig, VllmSettings, Speculation, Sampling),
     ),
     Section(
         "Rewards", "Arguments of `weft.group(weft.RewardWorker, ...)`.", (RewardConfig, Reward, Judge)

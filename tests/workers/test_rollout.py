@@ -27,6 +27,7 @@ from weft.resharding.weights import whole
 from weft.workers import rollout as rollouts
 from weft.workers import rollout_config
 from weft.workers.actor import ActorConfig, ActorWorker
+from weft.workers.generation.speculation import Speculation
 from weft.workers.generation.transformers_engine import TransformersEngine
 from weft.workers.models.model_folder import read_model_config, read_stop_tokens
 from weft.workers.node_memory import NodeMemory
@@ -503,6 +504,41 @@ def test_a_config_that_fits_passes(tmp_path: Path) -> None:
             {"sampling": Sampling(max_tokens=4, min_tokens=5)},
             r"min_tokens=5 is more than max_tokens=4",
         ),
+        (
+            {"speculation": Speculation(), "engine": "transformers"},
+            {},
+            r"speculation=.*: engine='transformers' cannot draft; choose engine='vllm'",
+        ),
+        (
+            {"speculation": Speculation(), "kept_sets": True},
+            {"sampling": Sampling(max_tokens=8, top_p=0.9)},
+            r"vLLM cannot record the kept sets of drafted tokens.*sample without top_p",
+        ),
+        (
+            {"speculation": Speculation(method="mtp"), "quantization": "int8"},
+            {},
+            r"quantization='int8' would quantise the drafting weights.*choose method='suffix'",
+        ),
+        (
+            {"speculation": Speculation()},
+            {"sampling": Sampling(max_tokens=8, min_p=0.1)},
+            r"node 'generate': .*min_p=0\.1.*vLLM applies min_p and min_tokens to drafts wrongly; leave",
+        ),
+        (
+            {"speculation": Speculation()},
+            {"sampling": Sampling(max_tokens=8, min_tokens=2)},
+            r"min_tokens=2.*vLLM applies min_p and min_tokens to drafts wrongly; leave",
+        ),
+        (
+            {"speculation": Speculation(method="mtp")},
+            {},
+            r"has no heads for further tokens \(num_nextn_predict_layers\); choose method='suffix'",
+        ),
+        (
+            {"speculation": Speculation(method="draft_model", model="/no/model")},
+            {},
+            r"model '/no/model': no such folder",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_suggests_the_nearest_fix(
@@ -547,6 +583,24 @@ def test_weights_that_vllm_cannot_quantise_are_refused(
     named = rf"RolloutConfig\.quantization='{config.quantization}': .*{message}"
     with pytest.raises(UserError, match=named):
         check(config, [3], sampling=Sampling(max_tokens=8))
+
+
+def test_speculation_that_fits_passes_and_a_draft_model_shares_the_vocabulary(tmp_path: Path) -> None:
+    model, head = folder_with(tmp_path / "m", vocab_size=97), Sampling(max_tokens=8, top_k=5)
+    small = folder_with(tmp_path / "small", vocab_size=97)
+    other = folder_with(tmp_path / "other", vocab_size=98)
+    heads = folder_with(tmp_path / "heads", num_nextn_predict_layers=1)
+    for folder, method, draft in (
+        (model, "suffix", None),
+        (model, "ngram", None),
+        (model, "draft_model", small),
+        (heads, "mtp", None),
+    ):
+        speculation = Speculation(method=method, model=draft)  # pyright: ignore[reportArgumentType]
+        check(RolloutConfig(model=folder, speculation=speculation), [3], sampling=head)
+    speculation = Speculation(method="draft_model", model=other)
+    with pytest.raises(UserError, match=r"other has a vocabulary of 98, and .*/m one of 97; choose"):
+        check(RolloutConfig(model=model, speculation=speculation), [3], sampling=head)
 
 
 @pytest.mark.vllm

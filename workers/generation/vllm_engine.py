@@ -21,6 +21,7 @@ import numpy as np
 from ...algorithms.sampling import Sampling
 from ...dataflow.errors import GenerationError, WeightSyncError
 from ...dataflow.lazy import torch
+from ...dataflow.metrics import Metrics
 from ...resharding.weights import Weights
 from ..kept_sets import KeptSets
 from ..models.images import ImageReader, open_image
@@ -28,6 +29,7 @@ from ..models.model_folder import read_stop_tokens
 from ..node_memory import node_memory
 from .engine import GenerationRequest, Response, StopCheck, stable_hash, stop_check_of
 from .policies import Policies
+from .vllm_drafts import VllmDrafts
 from .vllm_settings import VllmSettings, has_flashinfer_kernels
 
 if TYPE_CHECKING:
@@ -144,6 +146,9 @@ class VllmEngine:
         self._masks: bool = self._engine.model_config.return_sampling_mask
         """Whether vLLM returns the kept sets of all requests."""
         self._vocabulary = self._engine.model_config.get_vocab_size()
+        drafts = settings.speculation
+        self._drafts = None if drafts is None else VllmDrafts(self._engine, drafts)
+        self._keeps_drafts = drafts is not None and drafts.has_weights
         self._sleeping = _SleepingEngine(self._engine) if on_gpu else None
         self._slots: dict[str, Any] = {}
         """Policy -> vLLM's name of the adapter's slot."""
@@ -182,6 +187,11 @@ class VllmEngine:
             raise GenerationError(
                 f"request {request.request_id} has stop strings, and vLLM returns the kept sets of responses only if it ends them itself; "
                 "sample without stop, or without top_p, top_k and min_p"
+            )
+        if self._drafts is not None and sampling.min_tokens and sampling.stop is not None:
+            raise GenerationError(
+                f"request {request.request_id} has min_tokens={sampling.min_tokens}, and with speculation, vLLM masks stop tokens for "
+                "too long; leave one of them out"
             )
         if self._sleeping is not None:
             self._sleeping.wake()
@@ -432,12 +442,12 @@ class VllmEngine:
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, *, discard_weights: bool = False) -> None:
-        """See `GenerationEngine`. Does nothing on CPUs. An adapter's base model never arrives
-        again, so it moves to host memory."""
+        """See `GenerationEngine`. Does nothing on CPUs. An adapter's base model and the weights of
+        drafts never arrive again, so they move to host memory."""
         if self._sleeping is None:
             return
         self._drain()
-        discard_weights = discard_weights and not self._adapters
+        discard_weights = discard_weights and not self._adapters and not self._keeps_drafts
         self._sleeping.sleep(discard_weights=discard_weights)
         if discard_weights:
             self._policies.discard()
@@ -461,6 +471,10 @@ class VllmEngine:
         """vLLM's `EngineCore`, in this process."""
         client: Any = self._engine.engine_core
         return client.engine_core
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics of drafts since the last call; none without speculation."""
+        return self._drafts.take_metrics() if self._drafts else {}
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -531,8 +545,9 @@ class VllmEngine:
     def _step(self) -> None:
         # vLLM compiles its rank counting even in eager mode, which needs a C++ compiler and 20 s.
         eager = contextlib.nullcontext() if self._compile else torch.compiler.set_stance("force_eager")
+        drafting = self._drafts.step() if self._drafts else contextlib.nullcontext()
         try:
-            with eager:
+            with eager, drafting:
                 outputs = self._engine.step()
         except Exception as error:
             raise GenerationError(f"vLLM failed: {type(error).__name__}: {error}") from error
@@ -570,32 +585,36 @@ class VllmEngine:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _look_for_stop(self, output: RequestOutput) -> None:
-        """End a request whose last token completes a stop string. Counts versions itself, because
-        vLLM reports them only for requests that vLLM ended."""
+        """End a request at the first token that completes a stop string. Counts versions itself,
+        because vLLM reports them only for requests that vLLM ended."""
         request = self._requests.get(output.request_id)
         if request is None or request.ends is None:
             return
         token_ids = list(output.outputs[0].token_ids)
-        version = self._policies.versions[request.policy]
-        request.versions += [version] * (len(token_ids) - len(request.versions))
-        if len(token_ids) <= request.min_tokens or not request.ends([*request.sampled, *token_ids]):
+        new = range(len(request.versions) + 1, len(token_ids) + 1)  # several with speculation
+        request.versions += [self._policies.versions[request.policy]] * len(new)
+        ends, before = request.ends, request.sampled
+        own = (n for n in new if n > request.min_tokens and ends([*before, *token_ids[:n]]))
+        if (length := next(own, None)) is None:
             return
-        if output.finished:
+        if output.finished and length == len(token_ids):
             # vLLM ended the request at this token for its length; all engines report "stop" then.
             output.outputs[0].finish_reason = "stop"
             return
-        self._engine.abort_request([output.request_id])
+        if not output.finished:
+            self._engine.abort_request([output.request_id])
         del self._requests[output.request_id]
         (kept,) = self._take_kept_sets([output.request_id])
+        logprobs: Any = output.outputs[0].logprobs
         self._finished.append(
             Response(
                 ticket=request.ticket,
                 request_id=request.request_id,
-                token_ids=np.asarray(token_ids, dtype=np.int32),
-                logprobs=np.asarray(output.outputs[0].logprobs.logprobs, dtype=np.float32),  # pyright: ignore
-                versions=np.asarray(request.versions, dtype=np.int32),
+                token_ids=np.asarray(token_ids[:length], dtype=np.int32),
+                logprobs=np.asarray(logprobs.logprobs[:length], dtype=np.float32),
+                versions=np.asarray(request.versions[:length], dtype=np.int32),
                 finish_reason="stop",
-                kept_sets=_checked_sets(kept, request, len(token_ids)),
+                kept_sets=_checked_sets(kept, request, length),
             )
         )
 

@@ -22,6 +22,7 @@ from ..models.model_folder import (
     text_settings,
 )
 from .quantization import Quantization, method_name
+from .speculation import Speculation
 
 if TYPE_CHECKING:
     from ..training.lora import Lora
@@ -80,6 +81,9 @@ class VllmSettings(Config):
     """Quantise the weights of linear layers as they arrive: "int8" and "fp8" (8 bits, activations
     too), or "w4a16" (4 bits). "fp8" needs a GPU. Set it, with a correction in the loss, if weights
     take too much memory or time; the alert `quantised_gap` reports a large gap to the trainer."""
+    speculation: Speculation | None = None
+    """Speculative decoding, such as `weft.Speculation(method="suffix")`. Set it if few responses
+    decode at the same time and their text is predictable."""
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset(
         (
@@ -89,6 +93,7 @@ class VllmSettings(Config):
             "gpu_memory_utilization",
             "prefix_caching",
             "compile",
+            "speculation",
         )
     )
 
@@ -114,6 +119,7 @@ class VllmSettings(Config):
         context = max_context or complete_text_settings(model).max_position_embeddings
         if dtype == "auto":
             dtype = "bfloat16" if on_gpu else "float32"
+        drafts = self.speculation
         arguments: dict[str, Any] = {
             "model": str(find_model_config(model).parent),
             "dtype": dtype,
@@ -131,8 +137,8 @@ class VllmSettings(Config):
             # random generator.
             "enable_chunked_prefill": on_gpu,
             # The GPU computes a step while this process prepares the next one. vLLM's CPU platform
-            # switches it off.
-            "async_scheduling": on_gpu,
+            # switches it off. Suffix drafts need the tokens of the step before.
+            "async_scheduling": on_gpu and not (drafts and drafts.drafts_by_weft(on_gpu)),
             "enforce_eager": not self.compiles(on_gpu),
             # Trainers compare with the sampling distribution, which includes the temperature.
             "logprobs_mode": "processed_logprobs",
@@ -160,9 +166,13 @@ class VllmSettings(Config):
             room = next(r for r in LORA_RANKS if all(r >= lora.rank for lora in adapters.values()))
             slots = {"max_loras": len(adapters), "max_cpu_loras": len(adapters)}
             arguments |= {"enable_lora": True, "max_lora_rank": room, **slots}
+        if drafts is not None:
+            arguments["speculative_config"] = drafts.engine_arguments(self.max_num_seqs, on_gpu)
         kv_cache_gib = self.kv_cache_gib
         if kv_cache_gib is None and not on_gpu:
-            kv_cache_gib = min(2.0, self._kv_cache_gib(complete_text_settings(model), dtype, context))
+            caching = [model, *([drafts.model] if drafts and drafts.model else [])]
+            sizes = (self._kv_cache_gib(complete_text_settings(m), dtype, context) for m in caching)
+            kv_cache_gib = min(2.0, sum(sizes))
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
         return arguments

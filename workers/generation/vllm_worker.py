@@ -32,6 +32,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
+from vllm.v1.sample import rejection_sampler
 
 from ...dataflow.errors import WeightSyncError, nearest
 from ...resharding.buckets import box_sum, read_sums, start_sum, threads_beside
@@ -499,6 +500,26 @@ def _taken(noted: dict[str, T], requests: Iterable[str]) -> list[T | None]:
     return [noted.pop(by_name.get(request, ""), None) for request in requests]
 
 
+def _constrain(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch.Tensor:
+    """Apply temperature, top-k and top-p to the logits of drafted tokens, [drafted, vocabulary], in
+    place. `ends` are the sums of the lengths of the first drafts, [requests].
+
+    vLLM's function fails without drafts, and its kernel for CPUs writes the temperature of each token
+    to a copy, so tokens would be sampled at an arbitrary one.
+    """
+    if sampling.all_greedy or not len(logits):
+        return logits
+    counts = ends.diff(prepend=ends.new_zeros(1))
+
+    def repeat(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values.repeat_interleave(counts)
+
+    greedy = sampling.temperature == rejection_sampler.GREEDY_TEMPERATURE
+    temperatures = sampling.temperature.masked_fill(greedy, 1).repeat_interleave(counts)
+    narrow = repeat(sampling.top_k), repeat(sampling.top_p)
+    return rejection_sampler.apply_top_k_top_p(logits.div_(temperatures[:, None]), *narrow)
+
+
 class WorkerExtension:
     """Mixin for vLLM's worker class; `collective_rpc` calls its methods on every rank."""
 
@@ -571,6 +592,16 @@ class WorkerExtension:
 
     def weft_take_kept_sets(self, requests: Sequence[str]) -> list[KeptSets | None]:
         return [] if self._weft_kept_sets is None else self._weft_kept_sets.take(requests)
+
+    def weft_correct_drafts(self) -> None:
+        """Replace a function of vLLM that is wrong on CPUs."""
+        if self.device.type == "cpu":
+            rejection_sampler.apply_sampling_constraints = _constrain
+
+    def weft_draft(self, length: int) -> None:
+        """Set the maximum length of the next drafts by Weft; 0 switches them off."""
+        drafter = self.model_runner.drafter
+        drafter.runner, drafter.tokens = self.model_runner, length
 
     def weft_weight_bytes(self) -> int:
         model = self.model_runner.model
