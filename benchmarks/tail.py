@@ -12,7 +12,8 @@
 | `rounds_speedup_256` | the same with forecasts and rounds | none |
 | `longest_alone_speedup_256` | the same with rounds if a step took as long as its longest response alone | none |
 | `first_epoch_speedup_256` | the same in the first epoch, when only siblings are known | none |
-| `tail_idle_change` | change of the seconds that replicas wait for the last one | -0.7 |
+| `tail_idle_change` | change of the seconds without work of a replica, with all three | -0.7 |
+| `migration_idle_change` | the same with forecasts and migration | none |
 | `length_bias` | relative difference of the mean lengths of trained and sampled responses: a 95 % interval | contains 0 |
 | `real_speedup` | as `sync_speedup_256`, with two vLLM replicas on this machine | 1.3 |
 | `real_rounds_speedup` | the same without migration | none |
@@ -33,8 +34,8 @@ sys.path += [str(HERE / "tail"), str(HERE / "schedules")]
 FIGURES = (
     *("sync_speedup_256", "sync_speedup_by_share", "longest_first_speedup_256"),
     *("migration_speedup_256", "rounds_speedup_256", "longest_alone_speedup_256"),
-    *("first_epoch_speedup_256", "tail_idle_change", "length_bias", "real_speedup"),
-    *("real_rounds_speedup", "real_speedup_by_steps"),
+    *("first_epoch_speedup_256", "tail_idle_change", "migration_idle_change", "length_bias"),
+    *("real_speedup", "real_rounds_speedup", "real_speedup_by_steps"),
 )
 PARTS = {"simulation": "simulated_tail", "real": "real_tail"}
 """Maps a part to its module, whose `measure()` returns figures by name."""

@@ -7,6 +7,7 @@ schedules take turns. The first epoch does not count.
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import time
@@ -80,15 +81,17 @@ class TailEngine(VllmEngine):
             self._context.pop(ticket, None)
 
     def step(self) -> list[Response]:
-        number, context = self.num_unfinished, sum(self._context.values())
+        # vLLM starts requests in order, so the others wait.
+        running = list(itertools.islice(self._context, WORK.slots))
+        number, context = len(running), sum(self._context[ticket] for ticket in running)
         began_s, before_s = time.perf_counter(), time.thread_time()
         found = super().step()
         seconds, cpu_s = time.perf_counter() - began_s, time.thread_time() - before_s
         self.steps.append(EngineStep(self.version, number, context, began_s, seconds, cpu_s))
+        for ticket in running:
+            self._context[ticket] += 1
         for response in found:
             del self._context[response.ticket]
-        for ticket in self._context:
-            self._context[ticket] += 1
         return found
 
 

@@ -84,7 +84,10 @@ def measure() -> Mapping[str, Any]:
         said = f"{seconds:.1f} s, idle {idle_s:.1f} s, moved {each.moved:.0f}, forecast error {each.error:.2f}"
         print(f"  {name}: {said}; last epoch {each.step_s[-EPOCH_STEPS:].round().tolist()}")
     in_order, longest_first, migration, rounds, both = runs.values()
-    idle_change = both.idle_s[later].mean() / in_order.idle_s[later].mean() - 1
+    idle_change, migration_change = (
+        float(each.idle_s[later].mean() / in_order.idle_s[later].mean() - 1)
+        for each in (both, migration)
+    )
     others |= {PROMPT_SHARE: [in_order, both]}
     by_share = {share: ratio(*(each.step_s[later] for each in own)) for share, own in others.items()}
     return {
@@ -95,7 +98,8 @@ def measure() -> Mapping[str, Any]:
         "rounds_speedup_256": ratio(in_order.step_s[later], rounds.step_s[later]),
         "longest_alone_speedup_256": ratio(in_order.step_s[later], both.longest_s[later]),
         "first_epoch_speedup_256": ratio(in_order.step_s[first], longest_first.step_s[first]),
-        "tail_idle_change": round(float(idle_change), 3),
+        "tail_idle_change": round(idle_change, 3),
+        "migration_idle_change": round(migration_change, 3),
         "length_bias": bias(rounds.prompt_tokens, sampled.prompt_tokens),
     }
 

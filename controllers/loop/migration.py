@@ -79,8 +79,8 @@ class Migration:
         return () if moves is None else moves.segments
 
     def publishes(self, call: Call, rank: int, published: Published) -> Published:
-        """Note the rows that a rank has finished. Return the report without those parents of which
-        another rank still makes rows."""
+        """Note the rows that a rank has finished. Return the report without parents that get further
+        rows from other ranks."""
         moves = self._moves.get(call)
         if moves is None:
             return published
@@ -178,8 +178,8 @@ class Migration:
 
     @staticmethod
     def _leave(call: Call, moves: _Moves, rank: int, parent: int) -> bool:
-        """Note that a rank makes no more rows of one of its input rows. Return whether nobody makes
-        rows of this parent."""
+        """Note that a rank has finished one of its input rows. Return whether this parent gets no
+        more rows from any rank."""
         moves.holders[parent] -= 1
         moves.held[rank][parent] -= 1
         if not moves.held[rank][parent]:

@@ -261,7 +261,7 @@ class RandomRanks(SimulatedCluster):
                 self._executors[own].take_turn()
         if not self._events:
             self._clock_s += timeout_s
-        # The driver may see some replies later than others, but those of a rank in order.
+        # The driver may see some replies later than others, but gets all replies of a rank in order.
         number = self._chance.randint(1, max(1, len(self._events)))
         return [self._events.popleft() for _ in range(min(number, len(self._events)))]
 

@@ -128,7 +128,7 @@ def test_runs_killed_at_random_moments_update_each_policy_once_in_each_step(
         assert not report.violations, (seed, settings, report.violations[:3])
 
 
-# What is refused
+# Refusals
 
 
 def with_nodes(record: Callable[..., None], **made: Any) -> Graph:

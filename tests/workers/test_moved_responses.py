@@ -1,4 +1,4 @@
-"""A rollout worker gives up unfinished responses, and another one continues them."""
+"""A rollout worker gives up unfinished responses, and a second worker continues them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_replica_continues_the_responses_that_another_one_gives_up(
     assert found.keys() == whole.rows.keys()
     for place, row in whole.rows.items():
         other = found[place]
-        # The engine's random numbers depend on seed and position, so samples are the same, too.
+        # The engine's random numbers depend on seed and position, so samples are the same.
         for column in row.keys() - {"response_logprobs"}:
             assert other[column] == row[column], column
         np.testing.assert_allclose(other["response_logprobs"], row["response_logprobs"], atol=5e-5)

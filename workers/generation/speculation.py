@@ -32,8 +32,8 @@ class Speculation(Config):
     tokens: int = Field(default=4, ge=1, le=32)
     """[tokens] Maximum length of a draft. Raise it if `draft_acceptance` is above 0.8."""
     model: str | Path | None = None
-    """Folder or Hugging Face id of the draft model, with the vocabulary of the policy. Required for
-    "draft_model". It is never updated, so its acceptance falls as the policy changes."""
+    """Folder or Hugging Face id of the draft model. Set it for "draft_model", to a small model with the
+    vocabulary of the policy. It is never updated, so its acceptance falls as the policy changes."""
     off_above: int | None = Field(default=None, ge=0)
     """[responses] Draft only while at most this many responses decode together. None measures for
     each batch size whether drafts pay. Set it if equal runs must sample equal tokens."""

@@ -213,11 +213,10 @@ class TransformersEngine:
         nothing = np.zeros(0, SAMPLED)
         waiting = [row for row in self._waiting if row.ticket in tickets]
         found = [row.response(nothing, "unfinished") for row in waiting]
-        if (batch := self._running) is not None:
-            rows = [
-                k for k, row in enumerate(batch.rows) if row.ticket in tickets and not batch.ended[k]
-            ]
-            found += [batch.response(k, "unfinished") for k in rows]
+        for batch in self._running.values():
+            own = (row.ticket in tickets for row in batch.rows)
+            running = np.flatnonzero(np.fromiter(own, bool, len(batch.rows)) & ~batch.ended).tolist()
+            found += [batch.response(k, "unfinished") for k in running]
         self.abort([response.ticket for response in found])
         return found
 

@@ -1,5 +1,5 @@
-"""Responses that one engine begins and another continues: nothing is lost, and greedy tokens are
-those of one engine."""
+"""Responses that an engine begins and a second engine continues: nothing is lost, and a move changes
+no greedy token."""
 
 import random
 from collections.abc import Iterable
