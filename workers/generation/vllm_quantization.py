@@ -149,8 +149,8 @@ class _QuantisedLinear(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return  # vLLM calls it for each layer, and again after the first load
-        bias: Any = getattr(layer, "bias", None)
-        memory = None if bias is None else bias.data
+        bias = getattr(layer, "bias", None)
+        memory: Any = getattr(bias, "data", None)
         found = self.quantise(layer.weight.data)
         del layer.weight
         for name, wanted in self._parameters.items():
@@ -163,7 +163,7 @@ class _QuantisedLinear(LinearMethodBase):
             # The reload only restores parameters that are not None.
             layer.weight = torch.nn.Parameter(found["weight"].new_empty(0), requires_grad=False)
             self._scale_of_onednn = found["weight_scale"]
-        if memory is not None and (bias.shape, bias.dtype) == (memory.shape, memory.dtype):
+        if bias is not None and (bias.shape, bias.dtype) == (memory.shape, memory.dtype):
             # Marlin reorders the bias in new memory, but a CUDA graph reads the old one.
             memory.copy_(bias.data)
             bias.data = memory
