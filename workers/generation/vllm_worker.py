@@ -33,6 +33,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     bind_routed_experts_capturer,
 )
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from ...dataflow.errors import WeightSyncError, nearest
 from ...resharding.buckets import box_sum, read_sums, start_sum, threads_beside
@@ -517,7 +518,7 @@ def _constrain(logits: torch.Tensor, ends: torch.Tensor, sampling: Any) -> torch
     greedy = sampling.temperature == rejection_sampler.GREEDY_TEMPERATURE
     temperatures = sampling.temperature.masked_fill(greedy, 1).repeat_interleave(counts)
     narrow = repeat(sampling.top_k), repeat(sampling.top_p)
-    return rejection_sampler.apply_top_k_top_p(logits.div_(temperatures[:, None]), *narrow)
+    return apply_top_k_top_p(logits.div_(temperatures[:, None]), *narrow)
 
 
 class WorkerExtension:

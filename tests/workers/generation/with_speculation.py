@@ -31,11 +31,7 @@ class WithSpeculation:
         def start_with_drafts(
             engine: VllmEngine, model: str, settings: VllmSettings = VllmSettings(), **more: Any
         ) -> None:
-            drafts = Speculation(
-                method=self._method,
-                off_above=ALWAYS,
-                model=model if self._method == "draft_model" else None,
-            )
+            drafts = Speculation(method=self._method, off_above=ALWAYS)
             more["kept_sets"] = False
             start(engine, model, settings.model_copy(update={"speculation": drafts}), **more)
 
