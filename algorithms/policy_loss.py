@@ -63,11 +63,12 @@ class PolicyLoss(AggregatedLoss):
 
     surrogate: Surrogate = Clipped()
     """Surrogate objective: `Clipped(low, high, dual)`, `Cispo(low, high)`, `Sapo(temperatures)`,
-    `Vespo(positive, negative)`, `Dppo(low, high)` or `PlainPolicyGradient()`. Choose one that bounds
-    the ratio if batches are stale or trained on more than once."""
+    `Vespo(positive, negative)`, `Dppo(low, high, penalty)`, `PlainPolicyGradient()` or `Unclipped()`.
+    Choose one that bounds the ratio if batches are stale or trained on more than once."""
     ratio: Callable[..., Any] = token_ratio
-    """Function (log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio` or
-    `sequence_product`. Choose a sequence ratio if the reward is for the whole response (GSPO)."""
+    """Function (log_ratio [T], rows) -> log-ratio [T]: `token_ratio`, `sequence_ratio`,
+    `sequence_token_ratio`, `GeometricRatio(low, high)` or `sequence_product`. Choose a sequence
+    ratio if the reward is for the whole response (GSPO)."""
     kl: KlPenalty | None = None
     """Penalty for divergence from the reference; the graph must then write `reference_logprobs`.
     Set it if the policy exploits the reward."""

@@ -48,12 +48,12 @@ def explain(run: RunName, *, steps: str = "1:") -> Answer:
         for limit in limits
         if limit.seconds >= 0.001 * total_s
     ]
-    causes = dict.fromkeys(limit.cause for limit in limits)
+    causes = {limit.cause: CAUSES[limit.cause] for limit in limits}
     text = [
         f"{window.title}; a step takes {seconds_text(median_s)} (median)",
         "",
         render_table(pa.Table.from_pylist(rows), limit=1000, width=100) if rows else "no call took time",
         "",
-        *(f"{cause}: {CAUSES[cause]}" for cause in causes),
+        *(f"{cause}: {meaning}" for cause, meaning in causes.items()),
     ]
     return Answer(found, "\n".join(text))

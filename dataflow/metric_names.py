@@ -67,7 +67,7 @@ GROUP/idle_share* | 0 to 1 | share of the step in which the group ran no call; g
     devices that no other group uses
 GROUP/tokens_per_s_per_device* | tokens/s | tokens of the group's calls per second of these calls and
     per GPU (or rank without a GPU): for generation the new tokens, otherwise prompts and responses;
-    only of groups with a model | as high as the hardware allows | falls while lengths are steady
+    only of groups whose model has [costs](planning.md#costs-of-a-model) | as high as the hardware allows | falls while lengths are steady
 GROUP/flops_utilisation* | 0 to 1 | model FLOPs utilisation (MFU): operations that the group's calls
     need, divided by the peak of its GPUs during these calls. Counts a shared prompt once, and
     nothing that is recomputed. Missing on CPUs and [unknown GPUs](planning.md#devices) | updates:

@@ -84,7 +84,7 @@ class RolloutConfig(VllmSettings):
     if a trainer reads them."""
     seeded: bool = True
     """Give each response its own seed, so that every placement samples the same tokens, unless there
-    is `speculation`. Set it to False for about 8 % more tokens per second from vLLM."""
+    is `speculation` or the schedule has `migrate=True`. Set it to False for about 8 % more tokens per second from vLLM."""
     double_buffer: bool | None = None
     """Receive new weights into separate memory while sampling continues, and pause only to swap
     them. With False, sampling pauses for the whole transfer. None enables it on CPU nodes with

@@ -52,7 +52,7 @@ class LongTailedEngine(VllmEngine):
         self.between_s: list[float] = []
         """[s] Time from one step to the next, for the worker's handling of answers and weights."""
         self._ended: float | None = None
-        self._slots = config.max_num_seqs
+        self._room = config.max_num_seqs
 
     def submit(self, request: GenerationRequest, sampling: Sampling) -> int:
         assert request.seed is not None
@@ -60,7 +60,7 @@ class LongTailedEngine(VllmEngine):
         return super().submit(request, sampling.model_copy(update={"max_tokens": length}))
 
     def step(self) -> list[Response]:
-        number, started = min(self.num_unfinished, self._slots), time.perf_counter()
+        number, started = min(self.num_unfinished, self._room), time.perf_counter()
         if self._ended is not None:
             self.between_s.append(started - self._ended)
         found = super().step()

@@ -87,6 +87,7 @@ def reference(loss: PolicyLoss, logprobs: torch.Tensor, rows: PackedRows) -> Any
                     own = logprobs[t] - rows[loss.old or "response_logprobs"][t]
                     kl = kl * torch.exp(own)
                 value = value + loss.kl.coefficient * kl
+            assert not isinstance(loss.entropy_coefficient, str)
             losses.append(value - loss.entropy_coefficient * rows["entropy"][t])
         kept.append(losses)
     kept = [losses for losses in kept if losses]

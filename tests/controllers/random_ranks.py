@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from simulated_runs import SimulatedCluster
@@ -117,8 +117,8 @@ class CountingRollout(RolloutWorker):
     def check_machine(cls, config: RolloutConfig, ranks: int) -> None: ...
 
     @remote(dispatch=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, weights: Any, recompute: bool = False) -> str:
-        self.engine.version = weights.version
+    def receive_weights(self, weights: Any, recompute: bool = False, policy: str = "") -> str:
+        cast(Any, self.engine).version = weights.version
         return weights.checksum
 
 

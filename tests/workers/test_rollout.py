@@ -33,7 +33,7 @@ from weft.workers.models.model_folder import read_model_config, read_stop_tokens
 from weft.workers.node_memory import NodeMemory
 from weft.workers.rollout import RolloutWorker
 from weft.workers.rollout_config import RolloutConfig
-from weft.workers.worker import Children, Context
+from weft.workers.worker import Children, Context, Unfinished
 
 
 def prompts_of(lengths: list[int], *, first_id: int = 100) -> Batch:
@@ -52,12 +52,18 @@ def worker(tiny_model: Path) -> RolloutWorker:
     return RolloutWorker(RolloutConfig(model=tiny_model, engine="transformers"), Context(seed=5))
 
 
-Parts = Iterable[tuple[Children, Metrics] | None]
+Parts = Iterable[tuple[Children | Unfinished, Metrics] | None]
 
 
 def said(parts: Parts) -> list[tuple[Children, Metrics]]:
     """Drop the yields without responses."""
-    return [part for part in parts if part is not None]
+    found: list[tuple[Children, Metrics]] = []
+    for part in parts:
+        if part is not None:
+            children, metrics = part
+            assert isinstance(children, Children)
+            found.append((children, metrics))
+    return found
 
 
 def rows_of(parts: Parts) -> Batch:
@@ -200,7 +206,7 @@ def test_the_longest_expected_responses_start_first_and_are_the_same(tiny_model:
     parts: list[tuple[Children, Metrics]] = []
     for part in steps:
         assert worker.engine.num_unfinished <= 2, "the others wait, because their order may change"
-        parts += [] if part is None else [part]
+        parts += said([part])
     started = [
         (int(parent), int(number))
         for children, _ in parts

@@ -196,6 +196,7 @@ def _completion(turn: Turn, renderer: Renderer) -> Completion:
     ids = response.token_ids.tolist()
     texts = renderer.token_texts(ids) if turn.request and turn.request.logprobs else []
     logprobs, reason = response.logprobs.tolist(), response.finish_reason
+    assert reason != "unfinished"
     return Completion(message, ids, logprobs, texts, reason, turn.stop_string)
 
 

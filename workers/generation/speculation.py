@@ -36,7 +36,8 @@ class Speculation(Config):
     vocabulary of the policy. It is never updated, so its acceptance falls as the policy changes."""
     off_above: int | None = Field(default=None, ge=0)
     """[responses] Draft only while at most this many responses decode together. None measures for
-    each batch size whether drafts pay. Set it if equal runs must sample equal tokens."""
+    each batch size whether drafts pay. Set it if equal runs must sample equal
+    tokens; a resumed run still samples others."""
 
     @model_validator(mode="after")
     def _has_a_draft_model_if_it_needs_one(self) -> Speculation:

@@ -19,7 +19,7 @@ GPUS = ResourcePool("gpus", gpus=1)
 def turns_of(
     groups: Mapping[str, WorkerGroup] = {},
     *edges: ParameterEdge,
-    keeps: Callable[[str, int], bool] | None = None,
+    keeps: Callable[[ParameterEdge, int], bool] | None = None,
 ) -> _DeviceTurns:
     return _DeviceTurns(WeightSync(edges, groups, "continue", lambda call: None, keeps))
 
@@ -80,7 +80,7 @@ class DiscardingRollout(ToyRollout):
         return True
 
 
-EVALUATED: dict[str, Callable[[str, int], bool] | None] = {
+EVALUATED: dict[str, Callable[[ParameterEdge, int], bool] | None] = {
     "no": lambda group, version: False,
     "yes": lambda group, version: True,
     "unknown": None,
