@@ -9,6 +9,7 @@ import numpy as np
 from ..dataflow.batch import Batch
 from ..dataflow.column import (
     BASELINE_REWARD,
+    ENTROPY_COEFFICIENT,
     EPISODE_ID,
     EPISODE_ROWS,
     FINISH_REASON,
@@ -16,6 +17,7 @@ from ..dataflow.column import (
     RESPONSE_IDS,
     RESPONSE_MASK,
 )
+from ..dataflow.errors import UserError
 from ..dataflow.metrics import Mean, Metric, Metrics, Sum
 from ..dataflow.operation import GROUPS, Quorum, Shape, node
 from ..dataflow.tracing import graph
@@ -85,6 +87,10 @@ def grpo(
     if entropies or needs_forward_pass(loss, epochs=epochs, minibatches=minibatches):
         samples = old_logprobs(samples, actor=actor, entropies=entropies)
     if entropy is not None:
+        if str(ENTROPY_COEFFICIENT) not in loss.reads:
+            raise UserError(
+                f"grpo(entropy=...): the loss ignores the coefficient; set PolicyLoss(entropy_coefficient={str(ENTROPY_COEFFICIENT)!r})"
+            )
         # Use the current coefficient before these rows change it.
         samples = entropy.update(entropy.coefficients(samples))
     samples = group_advantages(samples, estimator=advantages)

@@ -13,7 +13,7 @@ PolicyLoss(old="old_logprobs", correction=TruncatedImportance())        decouple
 PolicyLoss(covariance=ClipCov())                                        Clip-Cov
 PolicyLoss(covariance=KlCov(), surrogate=Unclipped())                   KL-Cov
 PolicyLoss(correction=(TruncatedImportance(cap=5.0), Rejection(keep=(0.5, 5.0))))            IcePop
-PolicyLoss(ratio=sequence_product, surrogate=Vespo())                   VESPO
+PolicyLoss(old="response_logprobs", ratio=sequence_product, surrogate=Vespo())               VESPO
 PolicyLoss(surrogate=Dppo(penalty=1e-3))                                DPPO, as in prime-rl
 PolicyLoss(surrogate=Unclipped(), correction=SecondMoment())            M2PO
 PolicyLoss(correction=TopEntropy(share=0.2))                            only tokens with a high entropy
@@ -43,7 +43,7 @@ from .kl import KlPenalty, k3
 from .loss import Loss, PackedRows, observed
 from .protocols import Policy
 from .step_corrections import StepCorrection, step_correction_of
-from .surrogates import MAX_LOG_RATIO, Clipped, Surrogate, tensors_of, token_ratio
+from .surrogates import MAX_LOG_RATIO, Clipped, Dppo, Surrogate, Vespo, tensors_of, token_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,11 @@ class PolicyLoss(AggregatedLoss):
                 f"{weighing[0]} weighs with the ratio to the generator, which the clipped ratio already includes when "
                 f"old={self.old!r}; leave `old` out, or compare with the trainer's own: old={str(OLD_LOGPROBS)!r}"
             )
-        if self.ratio is not token_ratio and self.old == str(RESPONSE_LOGPROBS):
+        if self.ratio is not token_ratio and isinstance(self.surrogate, Dppo):
+            raise ValueError("Dppo compares probabilities of tokens, so it needs ratio=token_ratio")
+        # VESPO does not clip; its weight fades.
+        clips = not isinstance(self.surrogate, Vespo)
+        if clips and self.ratio is not token_ratio and self.old == str(RESPONSE_LOGPROBS):
             raise ValueError(
                 f"a sequence ratio adds up the gaps between trainer and generator over all tokens, and clips "
                 f"on-policy rows when old={self.old!r}; leave `old` out, or compare with the trainer's own: "
@@ -137,6 +141,15 @@ class PolicyLoss(AggregatedLoss):
     @property
     def _corrections(self) -> tuple[Correction, ...]:
         return self.correction if isinstance(self.correction, tuple) else (self.correction,)
+
+    @property
+    def corrects_gap(self) -> bool:
+        """Whether a correction accounts for the gap between trainer and generator."""
+        return bool(self._gap_corrections)
+
+    @property
+    def _gap_corrections(self) -> tuple[Correction, ...]:
+        return tuple(one for one in self._corrections if not getattr(one, "selects", False))
 
     @property
     def _compares_with_trainer(self) -> bool:
@@ -191,14 +204,16 @@ class PolicyLoss(AggregatedLoss):
             watched |= {"generator_kl_k1": -off, "generator_kl_k3": k3(-off, torch.zeros_like(off))}
             watched["mean_generator_ratio"] = largest["max_generator_ratio"] = ratio
             if self._corrections:
-                weights, truncated, masked = combined(self._corrections, off, rows)
+                weights, _, masked = combined(self._corrections, off, rows)
                 # A weight of 0 is not enough: the loss of a masked token may be NaN.
                 losses = torch.where(masked, 0.0, losses * weights)
-                watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
-                watched["masked_fraction"] = masked
                 counted["masked_tokens"] = trained & masked
                 left = rows.sums((trained & ~masked).float())
                 counted["masked_rows"] = rows.counted & (left == 0)
+            if self._gap_corrections:
+                weights, truncated, masked = combined(self._gap_corrections, off, rows)
+                watched |= {"mean_importance_weight": weights, "truncated_fraction": truncated}
+                watched["masked_fraction"] = masked
         if self.kl:
             kl = self.kl.estimator(only(logprobs), only(rows[REFERENCE_LOGPROBS]))
             if self.kl.weighted:

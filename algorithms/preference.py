@@ -211,8 +211,8 @@ def midpoint(rows: Batch) -> Batch:
 )
 def quantile_points(rows: Batch) -> Batch:
     """Give each response the log-ratio [nats] of a response of the other kind, good or bad, at the same
-    quantile among the rows of this call. Rows without a trained token do not count. Raises a UserError
-    if there are rows of one kind only.
+    quantile among the rows of this call. Rows without a trained token do not count. If all rows are of
+    one kind, each gets its own log-ratio.
 
     >>> columns = {"old_logprobs": [[-1.0], [-2.0], [-3.0], [-4.0]], "reference_logprobs": [[-2.0]] * 4}
     >>> quantile_points(Batch.of(preferred=[1, 1, 0, 0], **columns))["reference_point"].to_pylist()
@@ -221,16 +221,13 @@ def quantile_points(rows: Batch) -> Batch:
     ratios = _sums(rows, OLD_LOGPROBS) - _sums(rows, REFERENCE_LOGPROBS)
     counted = response_rows(rows, OLD_LOGPROBS).counted.numpy()
     good = rows.numpy(PREFERRED) > 0
-    points = np.zeros(len(rows), np.float32)
+    points = np.where(counted, ratios, 0.0).astype(np.float32)
     kinds = [np.flatnonzero(counted & kind) for kind in (good, ~good)]
-    if not all(map(len, kinds)) and any(map(len, kinds)):
-        raise UserError(
-            f"quantile_points compares good responses with bad ones, and these {counted.sum()} responses are all "
-            f"{'good' if len(kinds[0]) else 'bad'}; take more prompts per step, or data with both kinds"
-        )
+    if not all(map(len, kinds)):
+        return rows.with_columns(reference_point=points)
     ordered = [kind[np.argsort(ratios[kind], kind="stable")] for kind in kinds]
     for own, other in (ordered, reversed(ordered)):
-        rank = (np.arange(len(own)) + 0.5) / max(1, len(own))
+        rank = (np.arange(len(own)) + 0.5) / len(own)
         points[own] = ratios[other[(rank * len(other)).astype(np.int64)]]
     return rows.with_columns(reference_point=points)
 
@@ -379,8 +376,16 @@ def aot(
 
     Before each update, the actor's log-probabilities rank its leads. The gradient is exact for one
     optimizer step per update, because ranks are constant near the current weights. If the schedule runs
-    nodes on parts of a step, each part has its own ranks.
+    nodes on parts of a step, or `functions` has several ranks, each part has its own ranks.
+
+    Raises:
+        UserError: the loss does not use these ranks.
     """
+    if loss.margin != str(QUANTILE_MARGIN) or not isinstance(loss.score, LogLikelihood):
+        raise UserError(
+            f"aot: the loss must be PreferenceLoss(score=LogLikelihood(), margin={str(QUANTILE_MARGIN)!r}, ...), not {loss!r}, which "
+            "ignores the ranks"
+        )
     rows = reference.logprobs(pairs(preferences), into=str(REFERENCE_LOGPROBS))
     rows = old_logprobs(rows, actor=actor)
     return actor.update(quantile_margins(rows, beta=loss.beta), loss=loss)
@@ -396,6 +401,10 @@ def aot_unpaired(
     Each response is compared with one of the other kind, so a pair counts twice: the loss equals the
     paper's, and its gradient is half as large, which AdamW ignores. Otherwise as in `aot`.
     """
+    if str(REFERENCE_POINT) not in loss.reads:
+        raise UserError(
+            f"aot_unpaired: the loss must read {str(REFERENCE_POINT)!r}, as ClassifierLoss() does, not {loss!r}"
+        )
     rows = pairs(responses) if CHOSEN_IDS in responses else labelled(responses, by=by)
     rows = reference.logprobs(rows, into=str(REFERENCE_LOGPROBS))
     rows = old_logprobs(rows, actor=actor)

@@ -307,16 +307,16 @@ def penalize_repetition(
 def penalize_truncated(
     samples: Batch, *, keep: float = 0.0, reward: str = str(REWARD), into: str = str(SHAPED_REWARD)
 ) -> Batch:
-    """Multiply the rewards of responses that reached the length limit by `keep` (the stop-properly
-    penalty of NeMo-RL). If one row of an episode is truncated, all its rows are penalized.
+    """Multiply the positive rewards of responses that reached the length limit by `keep` (the
+    stop-properly penalty of NeMo-RL). If one row of an episode is truncated, all its rows are penalized.
 
     >>> samples = Batch.of(finish_reason=["length", "stop"], reward=[1.0, 1.0])
     >>> penalize_truncated(samples, keep=0.25)["shaped_reward"].to_pylist()
     [0.25, 1.0]
     """
     rewards = samples.tensor(reward)
-    factors = torch.where(torch.from_numpy(truncated_rows(samples)), keep, 1.0)
-    return samples.with_columns(**{into: rewards * factors.to(rewards.dtype)})
+    penalized = torch.from_numpy(truncated_rows(samples)) & (rewards > 0)
+    return samples.with_columns(**{into: torch.where(penalized, keep * rewards, rewards)})
 
 
 @node(reads=lambda reward: (reward,), writes=lambda into: (into,))

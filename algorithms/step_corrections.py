@@ -7,7 +7,8 @@ PolicyLoss(correction=PolicyFiltration(power=2.0))                             P
 
 `grpo`, `ppo` and `distillation` add the node `step_weights` for such a loss; in your own graph, call
 `with_step_weights(samples, loss=loss)` before the update. A call of the node covers the whole step
-under `Synchronous`, or the ready groups under other schedules.
+under `Synchronous`, or the ready groups under other schedules; if `functions` has several ranks, only
+a rank's own groups.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class StepCorrection(Config):
     token. As with `Rejection`, masked tokens count in the mean of the loss."""
 
     weighs: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    """Whether it chooses tokens or rows for another reason than the gap to the generator. Metrics of the
+    gap leave it out."""
     reads: ClassVar[tuple[str, ...]] = (str(TOKEN_WEIGHTS),)
     """Columns that a loss with this correction reads."""
     compares: ClassVar[tuple[str, ...]] = ()
@@ -74,12 +78,15 @@ class TopEntropy(StepCorrection):
     """[share] Tokens with a gradient, of all trained tokens of a step, at least one. Lower it if
     entropy collapses; 1 keeps all."""
 
+    selects: ClassVar[bool] = True
     compares: ClassVar[tuple[str, ...]] = (str(ENTROPIES),)
 
     def weights(self, rows: PackedRows) -> Tensor:
         places = _trained_places(rows)
-        order = rows[ENTROPIES][places].argsort(descending=True, stable=True)
-        kept = places[order[: max(1, int(self.share * len(places)))]]
+        entropies = rows[ENTROPIES][places].nan_to_num(nan=-torch.inf)
+        order = entropies.argsort(descending=True, stable=True)
+        # The small addend keeps rounding from losing a token.
+        kept = places[order[: max(1, int(self.share * len(places) + 1e-9))]]
         return torch.zeros(rows.num_tokens, dtype=torch.float64).index_fill_(0, kept, 1.0)
 
 
@@ -135,16 +142,17 @@ class NormalizedImportance(StepCorrection):
 
     def weights(self, rows: PackedRows) -> Tensor:
         weights, _, _ = self.importance(_log_ratio(rows), rows)
-        counted = rows.trained.double()
+        counted = rows.trained.double() * weights.isfinite()
         if self.importance.level != "token":  # each row counts once
             counted = counted / rows.per_token(rows.trained_lengths.double().clamp(min=1))
-        total = float((weights * counted).sum())
+        total = float((weights.nan_to_num(0.0, 0.0) * counted).sum())
         return weights * (float(counted.sum()) / total) if total > 0 else weights
 
 
 class PolicyFiltration(StepCorrection):
     """PF-PPO (arXiv:2409.06957): rows weigh in proportion to |r|^power, with a mean of 1, because a
-    reward model is most reliable for very good and very bad responses.
+    reward model is most reliable for very good and very bad responses. With rewards of 0 and 1, only
+    right responses count.
 
     verl draws the rows of a step again, with these probabilities. A weight is the expected number of
     copies of a row, so it gives the same mean gradient with less variance. The critic is not affected.
@@ -156,6 +164,7 @@ class PolicyFiltration(StepCorrection):
     power: float = Field(default=2.0, gt=0)
     """[exponent] Raise it to concentrate on extreme rewards."""
 
+    selects: ClassVar[bool] = True
     compares: ClassVar[tuple[str, ...]] = (str(REWARD),)
 
     def weights(self, rows: PackedRows) -> Tensor:

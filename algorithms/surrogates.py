@@ -152,7 +152,8 @@ class Sapo(Config):
 
 class Vespo(Config):
     """VESPO: -sg(phi(w)) A log p, with phi(w) = w^k exp(lambda (1 - w)) (arXiv:2602.10693). w is the
-    ratio of the whole response: `PolicyLoss(ratio=sequence_product, surrogate=Vespo())`.
+    ratio of the whole response to the generator: `PolicyLoss(old="response_logprobs",
+    ratio=sequence_product, surrogate=Vespo())`.
 
     phi(1) = 1, and phi fades smoothly towards 0 for responses that have become much more or much less
     likely, without a clip and without normalization by the length. `k` and `lambda` depend on the
@@ -186,7 +187,7 @@ class Dppo(Config):
     """DPPO with the binary total variation (arXiv:2602.04879): -r A, without a gradient for tokens
     whose probability p has moved too far in the direction of their advantage: p - p_old > high for
     A > 0, p_old - p > low for others. Plus `penalty` (log r)^2 for every token (arXiv:2602.02276),
-    also masked ones. With `penalty=1e-3`, this is the default loss of prime-rl.
+    also for those that Dppo masks. With `penalty=1e-3`, this is the default loss of prime-rl.
 
     A clip of the ratio stops unlikely tokens after tiny changes, and lets likely ones move far. Use
     it with `token_ratio`, because p_old is p / r.

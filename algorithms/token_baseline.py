@@ -73,8 +73,8 @@ def optimal_baselines(
     own = rows.row_of_token.numpy()[trained]
     first = np.searchsorted(own, np.arange(len(rows)))  # the first trained token of each row
     place = np.arange(len(trained)) - first[own]
-    sums = np.concatenate([[0.0], np.cumsum(norms.double().numpy()[trained])])
-    weights = np.maximum(sums[1:] - sums[first[own]], 0)
+    own_norms = np.split(norms.double().numpy()[trained], first[1:])
+    weights = np.concatenate([np.cumsum(each) for each in own_norms])
     key = groups.numpy()[own] * (int(place.max(initial=0)) + 1) + place
     values = returns.double().numpy()[trained]
 
@@ -83,7 +83,7 @@ def optimal_baselines(
 
     number, total = added(None), added(weights)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(total > 0, added(weights * values) / total, added(values) / number)
+        found = np.where(total == 0, added(values) / number, added(weights * values) / total)
     if keeps_tail:
         found[number == 1] = 0
     out = np.zeros(rows.num_tokens)

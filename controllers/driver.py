@@ -211,7 +211,7 @@ class Driver:
         self._spec, handles = _checked(
             graph,
             evaluations,
-            with_chosen(placement),
+            placement,
             schedule=schedule,
             backend=backend or Local(),
             seed=seed,
@@ -431,14 +431,15 @@ def _checked(
     graphs[0] = with_solve_rates(graphs[0])
     handles = check_graphs(graphs)
     check_best(settings["checkpoint"], evaluations, handles)
-    check_policies(graphs)
+    check_policies(graphs, migrates=settings["schedule"].migrates)
     # This changes settings of groups that later checks read.
     agree_on_adapters(handles.values())
     record_kept_sets(graphs)
     every_handle = {**handles, **own_groups(graphs, handles, settings["record_every"])}
     settings |= set_deadlines(settings["call_timeout_s"], every_handle.values())
     # A placement may name a reserved group that this run does not need, such as the recorder.
-    places = resolve(placement, {**handles, **RESERVED})
+    named = {**handles, **RESERVED}
+    places = resolve(with_chosen(placement, named), named)
     check_elastic(places, every_handle)
     spec = RunSpec(
         graphs=dict(zip(names, graphs, strict=True)),

@@ -4,7 +4,7 @@ calls `launch` reads it. The script's drivers then use its places."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -63,7 +63,8 @@ def chosen_placement(path: Path | None) -> Iterator[None]:
         _CHOSEN.reset(before)
 
 
-def with_chosen(placement: Placement | None) -> Placement | None:
-    """Return the placement with the groups of the chosen placement file replaced."""
-    chosen = _CHOSEN.get()
+def with_chosen(placement: Placement | None, groups: Collection[str]) -> Placement | None:
+    """Return the placement with the groups of the chosen placement file replaced. Ignores groups of the
+    file that this driver's graphs do not have."""
+    chosen = {name: place for name, place in (_CHOSEN.get() or {}).items() if name in groups}
     return {**(placement or {}), **chosen} if chosen else placement

@@ -200,7 +200,8 @@ class InParts(Stepwise):
 class Pipelined(InParts):
     """Makes the same updates as `Synchronous`, but each node starts as soon as groups are ready for
     it. Workers compute rewards, reference log-probabilities, advantages and gradients while other
-    responses are still being generated."""
+    responses are still being generated. Only nodes that compare the rows of a step, such as
+    `step_weights`, see other rows together."""
 
     version_of: ClassVar[VersionOf] = "oldest_token"
 

@@ -59,7 +59,8 @@ class Node:
     @property
     def policy(self) -> str:
         """Name of the leader whose weights sample, if the node names one; otherwise ""."""
-        return self.arguments.get(POLICY_ARGUMENT) or ""
+        named = self.arguments.get(POLICY_ARGUMENT) if self.operation.samples else None
+        return named if isinstance(named, str) else ""
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,11 @@ class Operation:
     """Whether other calls on the worker may run whenever the method yields."""
 
     @property
+    def samples(self) -> bool:
+        """Whether the node samples responses, with the weights of a policy."""
+        return self.shape is Shape.EXPAND and self.interruptible
+
+    @property
     def takes_groups(self) -> bool:
         """Whether the node claims groups instead of single rows."""
         return self.takes is not ROWS
@@ -287,6 +292,11 @@ class Declaration:
     takes: Takes | Callable[..., Takes] | None = None
     """Input of one call. Default: groups for the shape GROUP, rows for other shapes."""
     interruptible: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the method samples responses, with the weights of a policy."""
+        return self.shape is Shape.EXPAND and self.interruptible
 
     @property
     def is_node(self) -> bool:

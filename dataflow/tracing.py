@@ -155,9 +155,9 @@ class _Trace:
             )
         return handle.name
 
-    def _named(self, handle: Handle, argument: str) -> str:
+    def _named(self, handle: Handle, *, is_policy: bool) -> str:
         """Return the name of a worker group that is an argument of a node."""
-        if argument != POLICY_ARGUMENT:
+        if not is_policy:
             return self.name_handle(handle, None)
         # The graph only uses a policy's weights, which its follower has.
         handle.name = handle.called
@@ -179,9 +179,10 @@ class _Trace:
         )
         given = arguments = bind(function, 2 if handle else 1, args, kwargs)
         # A node may name another worker group. Its worker gets the name of the group.
+        policy = POLICY_ARGUMENT if declaration.samples else None
         arguments = {
-            name: self._named(value, name) if isinstance(value, Handle) else value
-            for name, value in given.items()
+            key: self._named(value, is_policy=key == policy) if isinstance(value, Handle) else value
+            for key, value in given.items()
         }
         given = {**given, CONFIG: handle.config} if handle else given
         operation = declaration.called_with(given)
@@ -210,9 +211,9 @@ class _Trace:
             after=self._after(rows, reads, group if operation.updates else None),
             path=self.path,
             uses=tuple(
-                arguments[name]
-                for name, value in given.items()
-                if isinstance(value, Handle) and name != POLICY_ARGUMENT
+                arguments[key]
+                for key, value in given.items()
+                if isinstance(value, Handle) and key != policy
             ),
         )
         self.nodes.append(node)

@@ -392,5 +392,10 @@ def _agree(leader: Handle, followers: list[Handle]) -> None:
     lora = given.lora.model_copy(update={"published": published})
     leader.config = given.model_copy(update={"lora": lora})
     for follower in followers if published == "adapter" else ():
+        if not hasattr(follower.config, "adapters"):
+            raise UserError(
+                f"{follower.called!r} follows {leader.called!r}, which publishes only its adapter, and its configuration has no field "
+                "`adapters: dict[str, Lora]`; add the field, or let `refuses_adapter` return a reason"
+            )
         adapters = {**follower.config.adapters, leader.called: lora}
         follower.config = follower.given.model_copy(update={"adapters": adapters, "dtype": given.dtype})

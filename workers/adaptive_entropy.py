@@ -44,7 +44,8 @@ class AdaptiveEntropyConfig(Config):
 
     def at(self, entropy: float) -> float:
         """Return the coefficient at a mean entropy [nats/token]."""
-        return self.value if entropy <= self.target else 0.0
+        # A resumed run may have a lower limit.
+        return min(self.value, self.largest) if entropy <= self.target else 0.0
 
     def updated(self, entropy: float) -> AdaptiveEntropyConfig:
         """Return the settings after a step with this mean entropy [nats/token]."""
@@ -78,21 +79,23 @@ class AdaptiveEntropyWorker(CoefficientWorker):
 
     @remote(
         dispatch=Dispatch.ONE_TO_ALL,
-        reads=(ENTROPIES,),
+        reads=(ENTROPIES, ENTROPY_COEFFICIENT),
         may_read=(RESPONSE_MASK,),
         takes=TrainingBatch(),
     )
     def update(self, samples: Batch) -> Metrics:
         """Set the next step's coefficient from the mean entropy of these samples' trained tokens.
-        Return `entropy_coefficient`, which applies to these samples."""
+        Return `entropy_coefficient`, the mean of these samples' coefficients."""
         total, number = _sum_of(samples)
         if not number:
             return {}
-        used, self.coefficient = self.coefficient, self.coefficient.updated(total / number)
-        return {"entropy_coefficient": Mean(used.at(total / number))}
+        self.coefficient = self.coefficient.updated(total / number)
+        return {"entropy_coefficient": Mean.of(samples.numpy(ENTROPY_COEFFICIENT).tolist())}
 
 
 def _sum_of(samples: Batch) -> tuple[float, float]:
-    """Return the sum of the trained tokens' entropies, and the number of these tokens."""
+    """Return the sum of the trained tokens' finite entropies, and the number of these tokens."""
     rows = response_rows(samples, ENTROPIES)
-    return float(rows.only_trained(rows[ENTROPIES]).double().sum()), float(rows.trained.sum())
+    entropies = rows[ENTROPIES][rows.trained > 0].double()
+    entropies = entropies[entropies.isfinite()]
+    return float(entropies.sum()), float(len(entropies))

@@ -23,6 +23,7 @@ import numpy as np
 from ...dataflow.buffer.leases import Published
 from ...dataflow.buffer.segments import Segment
 from ...dataflow.column import BEGUN_NUMBER, PROMPT_IDS
+from ...dataflow.errors import UserError
 from ..group import BegunRow, Call, CallRequest
 from ..ranks.tasks import HandedOver
 
@@ -91,7 +92,12 @@ class Migration:
         return replace(published, finished=np.array(over, np.int64))
 
     def hands_over(self, call: Call, rank: int, given: HandedOver, segment: Segment) -> None:
-        moves = self._moves[call]
+        moves = self._moves.get(call)
+        if moves is None or not moves.held:
+            raise UserError(
+                f"{call.group.name}[{rank}] handed over rows of {call.method}(), and nobody had asked for them; let the method "
+                "yield Unfinished only after a call of its hand_over(), under Synchronous(migrate=True)"
+            )
         moves.asked.discard(rank)
         moves.finished[rank] += len(given.ids)
         moves.segments.append(segment)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ...dataflow.batch import Batch
 from ...dataflow.buffer.leases import Lease, Published
 from ...dataflow.column import PROMPT_IDS
+from ...dataflow.errors import WeftError
 from ...dataflow.graph import Graph, Node
 from ...dataflow.operation import Shape
 from ...workers.models.model_folder import read_model_config
@@ -116,8 +118,10 @@ class Throughput:
     def _model_of(self, group: WorkerGroup) -> Transformer | None:
         if group.name not in self._models:
             self._models[group.name] = None
-            if (model := getattr(group.handle.config, "model", None)) is not None:
-                with suppress(ValueError):
+            model = getattr(group.handle.config, "model", None)
+            if isinstance(model, str | Path):
+                # A model whose operations are not known, or that only the ranks can read.
+                with suppress(ValueError, TypeError, OSError, WeftError):
                     self._models[group.name] = Transformer.of(read_model_config(model))
         return self._models[group.name]
 

@@ -188,7 +188,8 @@ class TransformerCosts:
         return roofline_s(read, flops / self.tensor, self.device.memory_bandwidth, peak)
 
     def decode_step(self, batch: int, context: float) -> Prediction:
-        """Predict a decode step of `batch` responses with `context` tokens each on average."""
+        """Predict a decode step of `batch` responses with `context` tokens each on average. Leaves out
+        the exchange between tensor-parallel devices."""
         seconds = self.decode.seconds(batch, self.roofline_s(batch, context))
         source = f"roofline of {self.device.name}: {self.decode.source}"
         return Prediction(seconds, source, self.decode.error)
@@ -253,7 +254,12 @@ class TransformerCosts:
             tokens, predicted: sizes of a typical row.
             data: number of replicas, which exchange gradients and weights once.
             bandwidth: [bytes/s] of the slowest link between them; by default, that within a node.
+
+        Raises:
+            UserError: `tokens` is not positive.
         """
+        if tokens < 1:
+            raise UserError(f"a typical row has at least one token, not tokens={tokens}")
         about: dict[str, Any] = {"predicted": predicted, "adapter": adapter, "recomputes": recomputes}
         row_s = self.training(tokens, **about).seconds
         trained = 0 if adapter else self.model.parameters / self.tensor

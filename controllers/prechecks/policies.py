@@ -9,14 +9,21 @@ from ...dataflow.errors import UserError, nearest
 from ...dataflow.graph import POLICY_ARGUMENT, Graph, Node
 
 
-def check_policies(graphs: Sequence[Graph]) -> None:
+def check_policies(graphs: Sequence[Graph], *, migrates: bool) -> None:
     """Check that each node that samples names one of its group's leaders if there are several, and
-    that updates train on rows of their own policy. Raises a UserError."""
+    that updates train on rows of their own policy. Responses of such groups cannot move. Raises a
+    UserError."""
     for graph in graphs:
         for node in graph.nodes:
             if node.group is not None:
                 leaders = [leader.called for leader in graph.handles[node.group].leaders]
-                _check_name(node, node.group, leaders)
+                if node.operation.samples:
+                    _check_name(node, node.group, leaders)
+                if migrates and len(leaders) > 1:
+                    raise UserError(
+                        f"Synchronous(migrate=True): {node.group!r} follows several actors ({', '.join(leaders)}), whose responses "
+                        "cannot move between replicas; leave out migrate=True"
+                    )
             if node.operation.updates:
                 _check_rows(graph, node)
 

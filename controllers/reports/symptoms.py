@@ -193,7 +193,7 @@ def _uncorrected_quantisation(graph: Graph, handles: Mapping[str, Handle]) -> It
         samples = f"node {node.name!r} trains on samples of {group}, whose weights are quantised,"
         if str(RESPONSE_LOGPROBS) not in node.reads:
             yield f"{samples} and does not read 'response_logprobs', so no metric shows how far they are off"
-        elif not getattr(node.arguments.get("loss", PolicyLoss()), "correction", True):
+        elif not getattr(node.arguments.get("loss", PolicyLoss()), "corrects_gap", True):
             yield f"{samples} without a correction for the gap"
 
 

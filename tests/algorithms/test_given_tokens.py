@@ -75,6 +75,7 @@ LOSSES: list[Loss] = [
             [token_mean, sequence_mean, episode_mean, fixed_length(8)],
             [token_ratio, sequence_ratio, sequence_product],
         )
+        if ratio is token_ratio or not isinstance(surrogate, Dppo)
     ),
     *(PolicyLoss(kl=kl, entropy_coefficient=0.01) for kl in KLS),
     *(PolicyLoss(correction=correction) for correction in CORRECTIONS),

@@ -279,8 +279,8 @@ def test_unpaired_aot_compares_good_and_bad_responses_of_the_same_rank():
             partner = other[int((rank + 0.5) / len(own) * len(other))]
             assert points[row] == pytest.approx(ratios[partner], abs=1e-5)
     alone = rows.take(np.flatnonzero(rows.numpy("preferred")))
-    with pytest.raises(UserError, match=r"these 8 responses are all good; take more prompts per step"):
-        quantile_points(alone)
+    own = [ratios[row] for row in np.flatnonzero(rows.numpy("preferred")).tolist()]
+    assert quantile_points(alone)["reference_point"].to_pylist() == pytest.approx(own, abs=1e-5)
     assert len(quantile_points(alone.slice(0, 0))) == 0
 
 
@@ -339,3 +339,10 @@ def test_ties_are_not_right():
     )
     found = compare(rows, score="a", against="b")
     assert found["preference_accuracy"].value == 0.5 and found["preference_margin"].value == 0.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_loss_that_ignores_the_computed_column_is_refused():
+    with pytest.raises(UserError, match="aot: the loss must be PreferenceLoss"):
+        aot(PAIRS, **handles("actor", "reference"), loss=PreferenceLoss(beta=0.5))
+    with pytest.raises(UserError, match="aot_unpaired: the loss must read 'reference_point'"):
+        aot_unpaired(LABELLED, **handles("actor", "reference"), loss=PreferenceLoss())

@@ -183,3 +183,8 @@ def test_shaping_nodes_are_combined_by_naming_their_columns():
     assert again["reward"].to_pylist() == [3.0, 0.0]
     with pytest.raises(UserError, match=r"limits must be \(smallest, largest\), not \(1, 0\)"):
         rescale_rewards(samples, limits=(1, 0))
+
+
+def test_truncation_does_not_pay_if_rewards_are_negative():
+    samples = Batch.of(finish_reason=["length", "stop", "length"], reward=[-1.0, -1.0, 1.0])
+    assert penalize_truncated(samples, keep=0.0)["shaped_reward"].to_pylist() == [-1.0, -1.0, 0.0]

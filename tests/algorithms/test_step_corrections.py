@@ -205,3 +205,28 @@ def test_graphs_compute_weights_if_the_loss_needs_them(rule: StepCorrection | No
         assert ("actor.logprobs" in names) == bool(before) == needs_forward_pass(loss)
         if before:
             assert set(graph["actor.logprobs"].writes) >= before
+
+
+def test_values_that_are_not_numbers_are_not_chosen_and_change_no_other_weight():
+    rows = PackedRows.of([3], entropies=[torch.nan, 1.0, 0.5])
+    assert TopEntropy(share=0.4).weights(rows).tolist() == [0.0, 1.0, 0.0]
+    half, nan = float(np.log(0.5)), float("nan")
+    rows = PackedRows.of([3], old_logprobs=[0.0, 0.0, nan], response_logprobs=[half, -half, 0.0])
+    assert NormalizedImportance().weights(rows)[:2].tolist() == pytest.approx([1.6, 0.4])
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.29, 29), (0.57, 57), (0.001, 1), (1.0, 100)])
+def test_rounding_loses_no_token(share: float, number: int):
+    rows = PackedRows.of([100], entropies=torch.arange(100.0))
+    assert TopEntropy(share=share).weights(rows).sum() == number
+
+
+def test_a_selection_is_no_correction_of_the_gap_to_the_generator():
+    assert not PolicyLoss(correction=TopEntropy()).corrects_gap
+    assert not PolicyLoss(correction=PolicyFiltration()).corrects_gap and not PolicyLoss().corrects_gap
+    assert PolicyLoss(correction=(TopEntropy(), Rejection(keep=(0.5, 2.0)))).corrects_gap
+    rows = PackedRows.of(
+        [2], advantages=[1.0, 1.0], response_logprobs=[-1.0, -1.0], token_weights=[1.0, 0.0]
+    )
+    _, metrics = PolicyLoss(correction=TopEntropy())(torch.tensor([-1.0, -1.0]), rows)
+    assert "masked_fraction" not in metrics and metrics["masked_tokens"].value == 1

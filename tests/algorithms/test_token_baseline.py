@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.algorithms.corrections import TruncatedImportance
-from weft.algorithms.token_baseline import optimal_token_advantages, score_norms
+from weft.algorithms.loss import PackedRows
+from weft.algorithms.token_baseline import optimal_baselines, optimal_token_advantages, score_norms
 from weft.dataflow.batch import Batch
 
 
@@ -114,3 +115,11 @@ def test_the_baseline_lowers_the_variance_of_the_gradient():
     np.testing.assert_allclose(np.ravel(mine), optimal.ravel(), atol=1e-5)
     both = [((scores * a[..., None]).mean(1)).var(0).sum() for a in (plain, optimal)]
     assert both[1] < 0.7 * both[0], both
+
+
+def test_a_row_that_is_not_a_number_stays_within_its_group():
+    rows = PackedRows.of([1, 1, 1, 1])
+    norms = torch.tensor([torch.nan, 1.0, 3.0, 1.0], dtype=torch.float64)
+    returns, groups = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    found = optimal_baselines(returns, norms, rows, groups)
+    assert found[:2].isnan().all() and found[2:].tolist() == [0.75, 0.75]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from killed_simulations import STEPS, lives, random_run, updates
 from slots import Adapting, Slots, two_policies
-from toy import ToyActor, ToyReward, ToyTeacher, prompts, toy_evaluation
+from toy import ToyActor, ToyReward, ToyRollout, ToyTeacher, prompts, toy_evaluation
 
 import weft
+from weft.algorithms.advantages import group_advantages
 from weft.controllers.driver import Driver, Evaluation
 from weft.controllers.schedule import Asynchronous, Pipelined, Synchronous, Training
 from weft.dataflow.buffer.check import check_log
@@ -279,3 +280,29 @@ def test_with_policy_takes_handles():
     for given, wrong in (((rollout, "actor"), "'actor'"), ((3, actor), "3")):
         with pytest.raises(UserError, match=f"takes the handles of a rollout group .*not {wrong}"):
             weft.with_policy(*given)
+
+
+def test_responses_of_several_policies_cannot_move(tmp_path: Path):
+    schedule = Synchronous(steps=3, prompts_per_step=4, migrate=True)
+    with pytest.raises(
+        UserError, match=r"migrate=True\): 'rollout' follows several actors \(actor, other\)"
+    ):
+        driver_of(two_policies(prompts(8), **handles()), tmp_path, schedule)
+
+
+class Judge(ToyReward):
+    @weft.remote(dispatch=weft.Dispatch.SPLIT_BY_DP, reads=("response_ids",), writes=("strictness",))
+    def judge(self, samples: weft.Batch, *, policy: str = "lenient") -> weft.Batch:
+        return samples.with_columns(strictness=[policy] * len(samples))
+
+
+def test_an_argument_named_policy_of_a_method_that_does_not_sample_is_the_users_own(tmp_path: Path):
+    @graph
+    def judged(rows: Any, *, rollout: Any, judge: Any, actor: Any) -> Any:
+        samples = judge.judge(rollout.generate(rows, n=2), policy="strict")
+        return actor.update(group_advantages(judge.score(samples)))
+
+    made = {"rollout": group(ToyRollout), "judge": group(Judge), "actor": group(ToyActor)}
+    made["rollout"].follows(made["actor"])
+    with driver_of(judged(prompts(8), **made), tmp_path) as driver:
+        assert driver.run()[-1]["step"] == 3

@@ -26,14 +26,26 @@ def test_the_bonus_applies_and_grows_while_the_entropy_is_low():
     worker = AdaptiveEntropyWorker(config)
     used, next_values = [], []
     for entropy in (0.2, 0.2, 0.25, 0.5, 0.5, 0.5, 0.2):
-        written = worker.coefficients(rows(entropy))["entropy_coefficient"].to_pylist()
+        samples = worker.coefficients(rows(entropy))
+        written = samples["entropy_coefficient"].to_pylist()
         assert len(set(written)) == 1
         used.append(written[0])
-        metrics = worker.update(rows(entropy))
+        metrics = worker.update(samples)
         assert metrics["entropy_coefficient"].value == pytest.approx(written[0])
         next_values.append(worker.coefficient.value)
     assert used == pytest.approx([0.01, 0.03, 0.04, 0.0, 0.0, 0.0, 0.0])
     assert next_values == pytest.approx([0.03, 0.04, 0.04, 0.02, 0.0, 0.0, 0.02])
+
+
+def test_entropies_that_are_not_finite_do_not_count_and_a_lower_limit_holds_at_once():
+    worker = AdaptiveEntropyWorker(AdaptiveEntropyConfig(value=0.04, target=0.3, change=0.01))
+    samples = Batch.of(response_mask=[[1, 1]], entropies=[[0.2, np.nan]])
+    assert worker.update(worker.coefficients(samples))["entropy_coefficient"].value == pytest.approx(
+        0.04
+    )
+    assert worker.coefficient.value == pytest.approx(0.05)
+    lower = worker.coefficient.model_copy(update={"largest": 0.02})
+    assert lower.at(0.2) == 0.02
 
 
 def test_rows_without_a_trained_token_change_nothing():
@@ -45,7 +57,7 @@ def test_rows_without_a_trained_token_change_nothing():
 
 def test_a_checkpoint_restores_the_coefficient_and_not_the_other_settings(tmp_path: Path):
     worker = AdaptiveEntropyWorker(AdaptiveEntropyConfig(value=0.01, target=0.3))
-    worker.update(rows(0.2))
+    worker.update(worker.coefficients(rows(0.2)))
     worker.save_checkpoint(tmp_path / "entropy")
     again = AdaptiveEntropyWorker(AdaptiveEntropyConfig(target=0.5, change=0.1))
     again.load_checkpoint(tmp_path / "entropy")

@@ -224,10 +224,12 @@ class ForkServer:
         self.log = log
         self.scratch = scratch
         self.received = b""
+        self.guard: int
         self.run_harness: Callable[..., Any]
         self.episodes: dict[int, EpisodeProcess] = {}
 
     def run(self, guard: int) -> NoReturn:
+        self.guard = guard
         adopt_orphans()  # from here on, this process may start others
         try:
             self.run_harness = load(json.loads(self._first_line()))
@@ -258,15 +260,21 @@ class ForkServer:
 
     def _receive(self) -> None:
         data = self.control.recv(1 << 20)
-        if not data:  # the gateway has ended, and the guard ends the rest
-            os._exit(0)
+        if not data:
+            self._leave()
         self.received += data
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
             self.control.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            os._exit(0)
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """End, because the gateway has ended. The guard ends all processes below, if it has not ended."""
+        if os.getppid() != self.guard:
+            end_children()
+        os._exit(0)
 
     def _obey(self) -> None:
         self._receive()

@@ -390,9 +390,9 @@ class _ForkServer:
     async def close(self) -> None:
         """Kill all episodes and end the processes."""
         await self._kill()
+        self._writer.close()  # a fork server that is stopped would never close its end
         if self._listening is not None:
             await self._listening
-        self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -278,7 +278,8 @@ def _windows(settings: Mapping[str, Any], kind: str, layers: int) -> list[int | 
     kinds = settings.get("layer_types")
     if isinstance(kinds, list) and kinds:
         other = window or _first(settings, ("attention_chunk_size",)) or 0
-        return [None if each == "full_attention" else other for each in kinds]
+        of_kind = {"full_attention": None, "sliding_attention": other, "chunked_attention": other}
+        return [of_kind.get(each, 0) for each in kinds]  # layers with a state keep no tokens
     if window is None:
         return [None] * layers
     if "use_sliding_window" in settings:  # Qwen
