@@ -260,7 +260,7 @@ def test_if_the_guard_dies_no_process_of_an_episode_stays(rig: Rig, tmp_path: Pa
 
     async def kill_the_guard() -> Any:
         hanging = asyncio.ensure_future(
-            rig.episode("key", does="leave_children", file=str(file), then="hang")
+            rig.episode("key", does="leave_children", file=str(file), then="busy_loop")
         )
         while not file.exists() or not file.read_text():
             await asyncio.sleep(0.01)
