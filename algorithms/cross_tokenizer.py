@@ -224,7 +224,7 @@ def _special(tokenizer: Tokenizer, name: str) -> int:
     token = tokenizer.backend.token_to_id(name)
     if token is None or name not in tokenizer.special_texts:
         raise UserError(
-            f"SharedSpans.ends names {name!r}, which is no special token of {tokenizer.name!r}; it has "
+            f"SharedSpans.ends names {name!r}, but {tokenizer.name!r} has no such special token; it has "
             f"{', '.join(map(repr, tokenizer.special_texts)) or 'none'}"
         )
     return token

@@ -65,7 +65,7 @@ class StepCorrection(Config):
 
 class TopEntropy(StepCorrection):
     """Only the tokens with the highest entropy have a policy gradient (arXiv:2506.01939): there, a
-    response decides between ways to go on. All tokens of the step compete.
+    response chooses its direction. All tokens of the step compete.
 
     Needs the column `entropies`, which the graphs compute with the old log-probabilities.
 

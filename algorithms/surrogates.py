@@ -187,7 +187,7 @@ class Dppo(Config):
     """DPPO with the binary total variation (arXiv:2602.04879): -r A, without a gradient for tokens
     whose probability p has moved too far in the direction of their advantage: p - p_old > high for
     A > 0, p_old - p > low for others. Plus `penalty` (log r)^2 for every token (arXiv:2602.02276),
-    also for those that Dppo masks. With `penalty=1e-3`, this is the default loss of prime-rl.
+    masked by Dppo or not. With `penalty=1e-3`, this is the default loss of prime-rl.
 
     A clip of the ratio stops unlikely tokens after tiny changes, and lets likely ones move far. Use
     it with `token_ratio`, because p_old is p / r.

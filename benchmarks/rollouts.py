@@ -19,8 +19,8 @@ largest, nats | none |
 | `int8_accuracy`, `float32_accuracy` | the demo's accuracy with int8 rollouts and a correction, and without: mean of three seeds, and of \
 the last four evaluations | none |
 | `int8_accuracy_lost` | the difference | 0.03 |
-| `adapters_equal`, `adapters_equal_transformers` | share of the greedy responses of a mixed batch of four adapters that equal to the \
-bit those of each adapter alone in a batch of equal size, with vLLM and with `transformers` | 1, 1 |
+| `adapters_equal`, `adapters_equal_transformers` | share of greedy responses of a mixed batch of four adapters that equal, bit for \
+bit, the responses of each adapter alone in a batch of equal size, with vLLM and with `transformers` | 1, 1 |
 | `adapters_equal_tokens`, `adapters_equal_tokens_transformers` | share with equal tokens if the batch of each adapter alone has only \
 its quarter of the requests | 1, 1 |
 | `adapters_gap`, `adapters_gap_transformers` | largest gap of their log-probabilities, nats | 1e-5, 0 |

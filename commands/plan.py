@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -54,9 +55,7 @@ def plan(
             load, and the price and rates of each kind.
     """
     if fleet is not None:
-        from .fleet import fleet as cheapest_fleet
-
-        return cheapest_fleet(fleet)
+        return _fleet(fleet)
     if not script:
         raise UserError("name a script, such as weft plan train.py, or --fleet PRICES.toml")
     from ..controllers.node_layout import assumed_machine
@@ -84,6 +83,32 @@ def plan(
                 return search_placements(made.spec, other, earlier, out)
         planned = plan_of(made.spec, earlier)
         return Answer(_found(planned, made), "\n".join(lines(planned, made)))
+
+
+def _fleet(path: Path) -> Answer:
+    """Find the cheapest fleet for the load and the prices of a TOML file."""
+    from ..controllers.planner.fleet import GpuKind, cheapest_fleet
+
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        load = [float(rate) for rate in found["load"]]
+        kinds = {
+            name: GpuKind(float(each["price"]), [float(rate) for rate in each["rates"]])
+            for name, each in found["kinds"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--fleet {path}: {error!r}; the file has load = [requests per second of each slice] and, for each kind of GPU, "
+            "[kinds.NAME] with price = ... and rates = [requests per second that one GPU serves of each slice]"
+        ) from None
+    best = cheapest_fleet(kinds, load)
+    counts = ", ".join(f"{number} {name}" for name, number in best.gpus.items() if number)
+    slices = [
+        f"  slice {k}: {rate:g} requests/s on {name}"
+        for k, (rate, name) in enumerate(zip(load, best.kinds, strict=True))
+    ]
+    text = "\n".join([f"cheapest fleet: {counts} for {best.price:g}", *slices])
+    return Answer({"price": best.price, "gpus": dict(best.gpus), "kinds": list(best.kinds)}, text)
 
 
 def _other(machine: str) -> tuple[int, int, int]:

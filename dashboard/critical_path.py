@@ -80,7 +80,7 @@ class CriticalPaths:
         self.log = log
         self._columns, self._nodes, self._groups = log.columns, log.words("node"), log.words("group")
         self.upstream: dict[str, set[str]] = {}
-        """Maps each node to those that it waits for."""
+        """Maps each node to the nodes that it waits for."""
         for graph in graphs.values():
             for node in graph.get("nodes", ()) if isinstance(graph, dict) else ():
                 self.upstream.setdefault(node["name"], set()).update(node.get("after", ()))

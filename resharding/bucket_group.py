@@ -268,7 +268,7 @@ def _serve_store(host: str) -> TCPStore:
 
 
 def meet(store: Any, rank: int, names: Sequence[str], timeout_s: float) -> None:
-    """Wait until each member has called this. Raises a TimeoutError that names those that have not."""
+    """Wait until each member has called this. Raises a TimeoutError that names the missing ones."""
     store.set(f"came/{rank}", "")
     keys = [f"came/{each}" for each in range(len(names))]
     try:

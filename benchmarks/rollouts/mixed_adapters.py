@@ -1,4 +1,4 @@
-"""Responses of a mixed batch of four adapters, against those of each adapter alone.
+"""Compare the responses of a mixed batch of four adapters with each adapter alone.
 
 Four adapters of ranks 4 to 16 with random weights, over one model, answer the same prompts greedily: all at
 once, and each adapter alone. Alone, an adapter answers its quarter of the requests, or all of them: then

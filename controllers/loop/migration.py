@@ -95,7 +95,7 @@ class Migration:
         moves = self._moves.get(call)
         if moves is None or not moves.held:
             raise UserError(
-                f"{call.group.name}[{rank}] handed over rows of {call.method}(), and nobody had asked for them; let the method "
+                f"{call.group.name}[{rank}] handed over rows of {call.method}() unasked; let the method "
                 "yield Unfinished only after a call of its hand_over(), under Synchronous(migrate=True)"
             )
         moves.asked.discard(rank)

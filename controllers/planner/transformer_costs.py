@@ -174,7 +174,7 @@ class TransformerCosts:
 
     # Decoding
 
-    def roofline_s(self, batch: int, context: float) -> float:
+    def least_decode_s(self, batch: int, context: float) -> float:
         """Return the least time of a decode step: reading weights, keys and values, or computing.
 
         Args:
@@ -190,13 +190,15 @@ class TransformerCosts:
     def decode_step(self, batch: int, context: float) -> Prediction:
         """Predict a decode step of `batch` responses with `context` tokens each on average. Leaves out
         the exchange between tensor-parallel devices."""
-        seconds = self.decode.seconds(batch, self.roofline_s(batch, context))
+        seconds = self.decode.seconds(batch, self.least_decode_s(batch, context))
         source = f"roofline of {self.device.name}: {self.decode.source}"
         return Prediction(seconds, source, self.decode.error)
 
     def fitted(self, measured: Mapping[int, float], context: float) -> TransformerCosts:
         """Return these costs with decode steps fitted to measurements (see `fit_decode`)."""
-        return replace(self, decode=fit_decode(measured, lambda batch: self.roofline_s(batch, context)))
+        return replace(
+            self, decode=fit_decode(measured, lambda batch: self.least_decode_s(batch, context))
+        )
 
     # Keys and values
 

@@ -1,4 +1,4 @@
-"""Checks of graphs in which a group samples with the adapters of several actors."""
+"""Checks of groups that sample with the adapters of several actors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...dataflow.graph import POLICY_ARGUMENT, Graph, Node
 
 def check_policies(graphs: Sequence[Graph], *, migrates: bool) -> None:
     """Check that each node that samples names one of its group's leaders if there are several, and
-    that updates train on rows of their own policy. Responses of such groups cannot move. Raises a
+    that an update trains on rows of its policy. Responses of such groups cannot move. Raises a
     UserError."""
     for graph in graphs:
         for node in graph.nodes:
@@ -41,9 +41,7 @@ def _check_name(node: Node, group: str, leaders: Sequence[str]) -> None:
             f"or add it to {group}.follows(...)"
         )
     if len(leaders) > 1 and not policy and str(RESPONSE_VERSIONS) in node.writes:
-        raise UserError(
-            f"node {node.name!r} does not say which policy samples, and {follows}; name one of these: policy={leaders[0]}"
-        )
+        raise UserError(f"node {node.name!r} names no policy, and {follows}; add policy={leaders[0]}")
 
 
 def _check_rows(graph: Graph, node: Node) -> None:

@@ -95,7 +95,7 @@ def _reader(decoder: Mapping[str, Any] | None, name: str) -> Callable[[str], byt
     """Return a function from a token's name to its bytes."""
     if decoder is None:
         raise UserError(
-            f"tokenizer {name!r} has no decoder, so it separates tokens by spaces and the bytes of its tokens are not those of its "
+            f"tokenizer {name!r} has no decoder, so it separates tokens by spaces, which are not in its "
             "texts; give tokenizer.json a decoder, such as Fuse"
         )
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

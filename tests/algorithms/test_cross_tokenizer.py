@@ -106,7 +106,7 @@ def test_special_tokens_mean_the_same_by_role_by_name_or_by_choice(folders: Fold
     assert aligned(spans(folders, "also_turn", "letters"), *own)[0] == ["a"]
     chosen = spans(folders, "also_turn", "letters", ends=(("<turn>", "</s>"),))
     assert aligned(chosen, *own)[0] == ["a", "</s>", "b", "</s>"]
-    with pytest.raises(UserError, match=r"names 'b', which is no special token of .*letters'; it has"):
+    with pytest.raises(UserError, match=r"names 'b', but .*letters' has no such special token; it has"):
         spans(folders, "also_turn", "letters", ends=(("<turn>", "b"),)).check()
 
 

@@ -174,7 +174,7 @@ def crossed(prompts: Any, *, rollout: Any, reward: Any, actor: Any, other: Any) 
     [
         (
             unnamed,
-            "node 'rollout.generate' does not say which policy samples, and 'rollout' follows actor, other; name one of these: "
+            "node 'rollout.generate' names no policy, and 'rollout' follows actor, other; add "
             "policy=actor",
         ),
         (

@@ -19,7 +19,7 @@ from .memory import settings_that_save_memory
 from .sharding import local_part, lying_as
 
 if TYPE_CHECKING:
-    from .adamw import Moments
+    from .moments import Moments
 
 F = TypeVar("F", bound=Callable[..., Any])
 GIB = 2**30

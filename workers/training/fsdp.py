@@ -36,7 +36,6 @@ from ..models.images import ImageReader
 from ..models.model_folder import context_of, num_experts
 from ..models.node_folder import node_folder
 from ..worker import Context, rank_device
-from .adamw import has_momentum, in_8_bits, make_optimizer
 from .adapter import Adapter, is_trained
 from .agreement import find_agreement
 from .causal_lm import build_causal_lm, move_buffers
@@ -45,6 +44,7 @@ from .engine import Head, ModelConfig, OptimizerStep, TrainingConfig
 from .memory import CPU_TOKENS, GPU_TOKENS, gathers_in_node
 from .microbatch_plan import SharingCost
 from .microbatches import Microbatches, tokens_of
+from .moments import has_momentum, in_8_bits, make_optimizer
 from .moving_average import MovingAverage
 from .packed_attention import VARLEN
 from .response_model import ResponseModel, with_computed

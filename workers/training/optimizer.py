@@ -1,4 +1,4 @@
-"""Settings of the optimizer, and the learning rate of each step. `adamw.py` implements AdamW and
+"""Settings of the optimizer, and the learning rate of each step. `moments.py` implements AdamW and
 Muon."""
 
 from __future__ import annotations

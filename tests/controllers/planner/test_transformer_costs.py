@@ -138,13 +138,13 @@ def test_devices_beyond_the_key_heads_hold_copies_of_keys():
 
 
 def test_the_roofline_is_that_of_bytes_or_of_operations():
-    small = COSTS.roofline_s(1, 1000)
+    small = COSTS.least_decode_s(1, 1000)
     read = 2 * (COSTS.model.products + COSTS.model.head_products) + COSTS.model.kv_bytes(1000)
     assert small == pytest.approx(read / 3.35e12)
-    large = COSTS.roofline_s(4096, 0)
+    large = COSTS.least_decode_s(4096, 0)
     flops = 2 * 4096 * (COSTS.model.products + COSTS.model.head_products)
     assert large == pytest.approx(flops / 989.5e12, rel=1e-3)
-    assert replace(COSTS, tensor=4).roofline_s(1, 1000) == pytest.approx(small / 4)
+    assert replace(COSTS, tensor=4).least_decode_s(1, 1000) == pytest.approx(small / 4)
 
 
 def test_a_fit_finds_the_terms_of_measured_steps():
@@ -160,7 +160,7 @@ def test_a_fit_finds_the_terms_of_measured_steps():
 
 def test_fitted_costs_predict_steps_between_the_measured_ones():
     def measured(batch: int) -> float:
-        return 1.5 * COSTS.roofline_s(batch, 500) + 2e-5 * batch + 3e-3
+        return 1.5 * COSTS.least_decode_s(batch, 500) + 2e-5 * batch + 3e-3
 
     costs = COSTS.fitted({batch: measured(batch) for batch in (1, 4, 16, 64, 256)}, context=500)
     step = costs.decode_step(100, 500)
@@ -209,7 +209,7 @@ def test_tensor_parallel_passes_also_exchange_activations():
 
 def test_decoding_states_its_source_and_error():
     step = COSTS.decode_step(1, 0)
-    assert step.seconds == pytest.approx(COSTS.roofline_s(1, 0) / ASSUMED_BANDWIDTH)
+    assert step.seconds == pytest.approx(COSTS.least_decode_s(1, 0) / ASSUMED_BANDWIDTH)
     assert step.source == "roofline of H100: 60% of the peak bandwidth, assumed" and step.error == 0.5
 
 

@@ -21,9 +21,9 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.dataflow.source import TableSource
 from weft.workers.actor import ActorConfig, ActorWorker
-from weft.workers.training import adamw as eight_bit
-from weft.workers.training.adamw import CODES, SCALES, _EightBitMoments
+from weft.workers.training import moments as eight_bit
 from weft.workers.training.memory import checkpoint_bytes, model_size, training_memory
+from weft.workers.training.moments import CODES, SCALES, _EightBitMoments
 
 CPU = torch.device("cpu")
 NO_ROWS = TableSource("no rows", pa.table({"x": []}))

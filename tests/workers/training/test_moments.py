@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.workers.training.adamw import Moments, _HostMoments
+from weft.workers.training.moments import Moments, _HostMoments
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 SETTINGS = {"lr": 0.1, "fused": True}

@@ -14,8 +14,8 @@ from training_rows import make_rows
 
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig
-from weft.workers.training.adamw import MOMENTUM, _Muon, make_optimizer, orthogonalized
 from weft.workers.training.engine import ModelConfig
+from weft.workers.training.moments import MOMENTUM, _Muon, make_optimizer, orthogonalized
 from weft.workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from weft.dataflow.batch import Batch
 from weft.dataflow.errors import UserError
 from weft.workers.actor import ActorConfig, ActorWorker
 from weft.workers.reference import ReferenceConfig, ReferenceWorker
-from weft.workers.training import adamw as offload
-from weft.workers.training.adamw import _HostMoments
+from weft.workers.training import moments as offload
+from weft.workers.training.moments import _HostMoments
 
 CPU = torch.device("cpu")
 

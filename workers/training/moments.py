@@ -1,5 +1,5 @@
-"""AdamW with its moments in float32 on the device, in float32 in host memory, or in 8 bits; and
-Muon."""
+"""Optimizers, by the moments that they keep: AdamW in float32 on the device, in float32 in host memory,
+or in 8 bits; and Muon."""
 
 from __future__ import annotations
 
