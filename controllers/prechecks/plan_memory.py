@@ -311,9 +311,12 @@ def _generating(known: GroupMemory, config: Any, sizes: StepSizes, gpu_bytes: in
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if known.on_gpu else "float32"
     rest = {"weights": size.parameters * BYTES[dtype]}
     if config.engine != "vllm":
-        model = Transformer.of(complete_text_settings(config.model).to_dict())
-        at_once = min(config.max_num_seqs, sizes.rows)
-        cache = round(at_once * model.kv_bytes(sizes.tokens_a_row, BYTES[dtype], windows=False))
+        at_once, cache = min(config.max_num_seqs, sizes.rows), 0
+        try:
+            model = Transformer.of(complete_text_settings(config.model).to_dict())
+            cache = round(at_once * model.kv_bytes(sizes.tokens_a_row, BYTES[dtype], windows=False))
+        except ValueError as error:
+            known = replace(known, unknown=f"keys and values: {error}")
         made = {CACHE: cache, "logits": 2 * 4 * at_once * size.vocabulary}
         if known.on_gpu:
             known = replace(known, moves=rest["weights"], idle=CUDA)

@@ -168,6 +168,21 @@ def test_a_model_without_safetensors_files_is_not_refused_since_a_run_reads_othe
     assert "has no safetensors files" in found.unknown and not found.phases
 
 
+def test_a_model_with_latent_attention_counts_its_weights_though_its_cache_is_unknown(
+    tmp_path: Path,
+):
+    write_model(tmp_path, layers=1, hidden=16, vocabulary=32)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"kv_lora_rank": 4}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    plan = planned()
+    place = plan.spec.placement["rollout"]
+    rollout: Any = group(RolloutWorker, model=str(tmp_path), engine="transformers")
+    found = group_memory(plan.spec, "rollout", rollout, place, plan.sizes, gpu_bytes=0)
+    assert "keys and values" in found.unknown and "kv_lora_rank=4" in found.unknown
+    assert found.phases[plan_memory.REST]["weights"] > 0
+    assert plan_memory.CACHE not in found.phases["generate"]
+
+
 def test_a_plan_refuses_wrong_weight_files_unless_another_engine_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
