@@ -1,5 +1,6 @@
 """Small models and rows for the tests of training workers."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def words_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a tokenizer of one word per token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder = tmp_path_factory.mktemp("models") / "words"
+    shutil.copytree(tiny_model, folder)
+    words = {str(token): token for token in range(97)}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -1,15 +1,12 @@
 """Whole runs in one process: corrections over a step, an adaptive entropy bonus, Muon, the optimal
 token baseline, proposers with solvers, and VAPO's two lambdas."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 import weft
 from weft.algorithms.advantages import group_advantages, group_centred
@@ -32,16 +29,6 @@ from weft.workers.reward import RewardWorker
 from weft.workers.rollout import RolloutWorker
 
 SAMPLING = Sampling(max_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def words_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with a tokenizer of one word per token."""
-    folder = tmp_path_factory.mktemp("models") / "words"
-    shutil.copytree(tiny_model, folder)
-    words = {str(token): token for token in range(97)}
-    Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def small_share(response_ids: list[int]) -> float:

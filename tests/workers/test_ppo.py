@@ -1,14 +1,11 @@
 """PPO with a critic in the driver, in one process: four models, several optimizer steps per
 update."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 import weft
 from weft.algorithms.kl import KlPenalty
@@ -33,16 +30,6 @@ from weft.workers.reference import ReferenceWorker
 from weft.workers.reward import RewardWorker
 from weft.workers.reward_model import RewardModelConfig, RewardModelWorker
 from weft.workers.rollout import RolloutWorker
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with a tokenizer of one word per token."""
-    folder = tmp_path_factory.mktemp("models") / "words"
-    shutil.copytree(tiny_model, folder)
-    words = {str(token): token for token in range(97)}
-    Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def small_share(response_ids: list[int]) -> float:
@@ -86,8 +73,8 @@ def run(graph: Graph, root: Path, steps: int, **settings) -> list[dict[str, floa
         return driver.run()
 
 
-def test_the_graph_is_that_of_four_models(model: Path):
-    graph = recorded(model, kl=0.05, epochs=2, minibatches=4)
+def test_the_graph_is_that_of_four_models(words_model: Path):
+    graph = recorded(words_model, kl=0.05, epochs=2, minibatches=4)
     assert [node.name for node in graph.nodes] == [
         "rollout.generate",
         "reward.score",
@@ -104,12 +91,12 @@ def test_the_graph_is_that_of_four_models(model: Path):
         graph["critic.update"].arguments["epochs"] == 2
         and graph["actor.update"].arguments["minibatches"] == 4
     )
-    assert "outcome_rewards" in [node.name for node in recorded(model).nodes]
+    assert "outcome_rewards" in [node.name for node in recorded(words_model).nodes]
 
 
-def test_it_learns_with_several_epochs_and_minibatches(model: Path, tmp_path: Path):
+def test_it_learns_with_several_epochs_and_minibatches(words_model: Path, tmp_path: Path):
     loss = PolicyLoss(surrogate=Clipped(dual=3.0))
-    metrics = run(recorded(model, kl=0.01, loss=loss, epochs=2, minibatches=2), tmp_path, 12)
+    metrics = run(recorded(words_model, kl=0.01, loss=loss, epochs=2, minibatches=2), tmp_path, 12)
     first, last = metrics[1], metrics[-1]
     assert last["reward/mean"] > first["reward/mean"] + 0.15
     assert last["critic/loss"] < first["critic/loss"]
@@ -119,19 +106,19 @@ def test_it_learns_with_several_epochs_and_minibatches(model: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("schedule", [weft.Pipelined, weft.Asynchronous])
 def test_it_runs_under_other_schedules_with_the_divergence_in_the_loss(
-    model: Path, tmp_path: Path, schedule: type
+    words_model: Path, tmp_path: Path, schedule: type
 ):
-    graph = recorded(model, loss=PolicyLoss(kl=KlPenalty(coefficient=0.05)))
+    graph = recorded(words_model, loss=PolicyLoss(kl=KlPenalty(coefficient=0.05)))
     metrics = run(graph, tmp_path, 3, schedule=schedule)
     assert len(metrics) == 4 and metrics[1]["actor/kl"] == pytest.approx(0, abs=1e-4)
     assert metrics[-1]["actor/kl"] > 0 and metrics[-1]["critic/loss"] >= 0
 
 
 @pytest.mark.thorough
-def test_a_run_resumes_actor_critic_and_coefficient(model: Path, tmp_path: Path):
+def test_a_run_resumes_actor_critic_and_coefficient(words_model: Path, tmp_path: Path):
     def graph() -> Graph:
         steered = group(AdaptiveKlWorker, value=0.1, target=0.05, horizon=100)
-        return recorded(model, epochs=2, kl=steered)
+        return recorded(words_model, epochs=2, kl=steered)
 
     whole = run(graph(), tmp_path / "whole", 4)
     assert whole[1]["kl/kl_coefficient"] == 0.1 and whole[1]["kl/kl"] == pytest.approx(0, abs=1e-4)
@@ -154,7 +141,7 @@ def test_a_run_resumes_actor_critic_and_coefficient(model: Path, tmp_path: Path)
 
 
 @pytest.mark.thorough
-def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path):
+def test_a_trained_reward_model_is_the_reward_of_ppo(words_model: Path, tmp_path: Path):
     rng = np.random.default_rng(1)
     columns = {
         "prompt_ids": [rng.integers(3, 97, 4).tolist() for _ in range(256)],
@@ -162,7 +149,9 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
         "rejected_ids": [rng.integers(48, 97, 4).tolist() for _ in range(256)],
     }
     table = pa.table(columns)
-    learner = group(CriticWorker, name="model", model=str(model), head="rewards", learning_rate=2e-3)
+    learner = group(
+        CriticWorker, name="model", model=str(words_model), head="rewards", learning_rate=2e-3
+    )
     held_out = weft.Evaluation(
         reward_accuracy(TableSource("held_out", table.slice(192)), model=learner), every=15
     )
@@ -179,11 +168,11 @@ def test_a_trained_reward_model_is_the_reward_of_ppo(model: Path, tmp_path: Path
     assert metrics[1]["model/loss"] == pytest.approx(np.log(2), abs=0.05)
     assert metrics[-1]["eval/preference_accuracy"] > 0.9
     reward = group(RewardModelWorker, model=str(tmp_path / "reward"))
-    metrics = run(recorded(model, reward=reward, kl=0.01), tmp_path, 8)
+    metrics = run(recorded(words_model, reward=reward, kl=0.01), tmp_path, 8)
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3
 
 
-def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_path: Path):
+def test_a_process_reward_model_learns_which_steps_are_right(words_model: Path, tmp_path: Path):
     """A step is a token and the separator 7. It is correct if the token is in the lower half."""
     rng = np.random.default_rng(2)
     rows: dict[str, list] = {"prompt_ids": [], "response_ids": [], "labels": []}
@@ -192,7 +181,9 @@ def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_pa
         rows["prompt_ids"].append(rng.integers(8, 97, 3).tolist())
         rows["response_ids"].append([each for token in tokens for each in (int(token), 7)])
         rows["labels"].append((tokens < 48).astype(float).tolist())
-    learner = group(CriticWorker, name="model", model=str(model), head="rewards", learning_rate=3e-3)
+    learner = group(
+        CriticWorker, name="model", model=str(words_model), head="rewards", learning_rate=3e-3
+    )
     metrics = run(
         process_reward_model(TableSource("steps", pa.table(rows)), model=learner, separator=7),
         tmp_path,
@@ -202,8 +193,8 @@ def test_a_process_reward_model_learns_which_steps_are_right(model: Path, tmp_pa
     assert metrics[-1]["model/step_accuracy"] > 0.9 and metrics[-1]["model/tokens"] == 32 * 6
 
 
-def test_process_rewards_go_into_advantages(model: Path):
-    worker = RewardModelWorker(RewardModelConfig(model=str(model)))
+def test_process_rewards_go_into_advantages(words_model: Path):
+    worker = RewardModelWorker(RewardModelConfig(model=str(words_model)))
     samples = Batch.of(prompt_ids=[[1], [2]], response_ids=[[3, 7, 4], [5, 7]])
     scored = step_rewards(worker.token_scores(samples), separator=7)
     logits = scored.ragged_numpy("token_scores")[0]
@@ -211,8 +202,8 @@ def test_process_rewards_go_into_advantages(model: Path):
     assert scored.ragged_numpy("token_rewards")[0] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_model_with_the_wrong_head_is_refused(model: Path, tmp_path: Path):
-    critic = group(CriticWorker, model=str(model))
+def test_a_model_with_the_wrong_head_is_refused(words_model: Path, tmp_path: Path):
+    critic = group(CriticWorker, model=str(words_model))
     wrong = reward_accuracy(
         TableSource(
             "pairs", pa.table({"prompt_ids": [[1]], "chosen_ids": [[2]], "rejected_ids": [[3]]})
@@ -225,8 +216,8 @@ def test_a_model_with_the_wrong_head_is_refused(model: Path, tmp_path: Path):
         weft.Driver(wrong, schedule=weft.Synchronous(steps=1), root=tmp_path, progress=False)
 
 
-def test_a_model_without_a_head_has_no_rewards(model: Path, tmp_path: Path):
-    graph = recorded(model, reward=group(RewardModelWorker, model=str(model)))
+def test_a_model_without_a_head_has_no_rewards(words_model: Path, tmp_path: Path):
+    graph = recorded(words_model, reward=group(RewardModelWorker, model=str(words_model)))
     with pytest.raises(
         UserError, match=r"has no scalar head \(a tensor 'score.weight' in its safetensors files\)"
     ):

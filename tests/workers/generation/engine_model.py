@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -128,3 +132,18 @@ def all_of(
     found = [response for step in generate(engine, requests, sampling) for response in step]
     assert sorted(r.request_id for r in found) == sorted(r.request_id for r in requests)
     return {r.request_id: r for r in found}
+
+
+def run_apart(program: str, folder: Path) -> None:
+    """Run a program that gets the model's folder and prints "done". vLLM's ranks are processes that
+    import the main module, so an engine with several ranks needs its own."""
+    file = folder / "two_ranks.py"
+    file.write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(file), str(folder)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr

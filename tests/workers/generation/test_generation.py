@@ -6,9 +6,6 @@ Tests with `engine` run on both. The vLLM engine starts once per session.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -27,6 +24,7 @@ from engine_model import (
     prompts_of,
     published,
     requests_of,
+    run_apart,
     straight_logprobs,
 )
 
@@ -567,17 +565,7 @@ def test_two_tensor_parallel_ranks_give_the_logprobs_of_one(folder: Path) -> Non
             print("done", flush=True)
     """
     before = set(os.listdir("/dev/shm"))
-    # Run a separate program: vLLM's ranks are processes that import the main module.
-    file = folder / "two_ranks.py"
-    file.write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, str(file), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+    run_apart(program, folder)
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm")}
 
 

@@ -3,10 +3,6 @@ log-probabilities."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_model import all_of, largest_and_mean_gap, prompts_of, published, requests_of, save_model
+from engine_model import (
+    all_of,
+    largest_and_mean_gap,
+    prompts_of,
+    published,
+    requests_of,
+    run_apart,
+    save_model,
+)
 
 import weft
 from weft.algorithms.corrections import TruncatedImportance
@@ -322,16 +326,7 @@ def test_two_tensor_parallel_ranks_quantise_their_own_parts(own_folder: Path):
             engine.close()
             print("done", flush=True)
     """
-    file = own_folder / "two_ranks.py"
-    file.write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, str(file), str(own_folder)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+    run_apart(program, own_folder)
 
 
 @pytest.mark.gpu
